@@ -1,0 +1,1 @@
+"""Workers that lease prompts from a strawq pool, drive inference engines, and commit complete groups."""
