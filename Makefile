@@ -1,0 +1,100 @@
+# The one task runner; CI calls the same targets (.ci/run). `make help` lists them.
+#
+# The environment lives in .venv. An install leaves a stamp named after the part of pyproject.toml that decides what is
+# installed, so a repeated `make` installs nothing and needs no network, and a checkout that only moves times does not either.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+SGLANG_VENV := .venv-sglang
+SGLANG_CPU := tools/sglang_cpu
+
+KEY := $(shell sed '/^. ---- tools ----/q' pyproject.toml | cksum | cut -d' ' -f1)
+CORE := $(VENV)/.strawq-core-$(KEY)
+DEV := $(VENV)/.strawq-dev-$(KEY)
+BENCH := $(VENV)/.strawq-bench-$(KEY)
+SGLANG := $(SGLANG_VENV)/.strawq-engine-$(shell cat $(SGLANG_CPU)/requirements*.txt 2>/dev/null | cksum | cut -d' ' -f1)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# An exported PYTHONPATH or PYTHONHOME would put other code before the environment's own.
+unexport PYTHONHOME
+unexport PYTHONPATH
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test check bench campaign test-sglang format clean
+
+help: ## list the targets
+	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1 /p' Makefile | while read -r name text; do printf '  %-13s %s\n' "$$name" "$$text"; done
+
+demo: $(CORE) ## install the core alone and run `strawq demo` (ARGS goes to it)
+	@$(VENV)/bin/strawq demo $(ARGS)
+
+test: $(DEV) ## run the test suite (ARGS goes to pytest)
+	$(PY) -m pytest $(ARGS)
+
+check: $(DEV) ## format, lint, types, import direction, contracts
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q tests/architecture
+	@if [ -f tools/contracts.py ]; then echo "$(PY) -m tools.contracts --check"; $(PY) -m tools.contracts --check; fi
+
+format: $(DEV) ## rewrite the sources as `make check` wants them
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+
+bench: $(BENCH) ## measure strawq beside straw-queue (ARGS goes to tools.bench)
+	$(PY) -m tools.bench $(ARGS)
+
+campaign: $(DEV) ## the long randomised runs, for hours (ARGS goes to pytest)
+	$(PY) -m pytest -m campaign $(ARGS)
+
+test-sglang: $(DEV) $(SGLANG) ## tests against a real SGLang engine on the CPU (2.6 GB, own environment)
+	STRAWQ_SGLANG_PYTHON="$(abspath $(SGLANG_VENV)/bin/python)" $(PY) -m pytest -m sglang $(ARGS)
+
+clean: ## remove builds and caches; the environments (.venv, .venv-sglang) stay
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name '.venv*' -prune -o -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+# ---- environments ----
+
+# `pip` is the last file that creating an environment writes: where it is, the environment is whole.
+%/bin/pip:
+	@command -v $(PYTHON) >/dev/null || { echo "strawq: no '$(PYTHON)' on PATH; name a Python 3.10 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "strawq: needs Python 3.10 or newer, and '$(PYTHON)' is $$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); try make PYTHON=python3.12" >&2; exit 1; }
+	@if $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then $(PYTHON) -m venv $*; \
+	elif command -v uv >/dev/null; then uv venv --quiet --allow-existing --seed --python $(PYTHON) $*; \
+	elif $(PYTHON) -c 'import virtualenv' 2>/dev/null; then $(PYTHON) -m virtualenv --quiet $*; \
+	elif command -v virtualenv >/dev/null; then virtualenv --quiet --python $(PYTHON) $*; \
+	else echo "strawq: '$(PYTHON)' cannot create environments (no ensurepip); install python3-venv (Debian, Ubuntu: apt install python3-venv), uv or virtualenv" >&2; exit 1; fi
+
+# pip before 21.3 cannot install a pyproject.toml in place; a newer one is left as it is, without a look at the network.
+$(CORE): | $(VENV)/bin/pip
+	@echo "installing strawq into $(VENV)"
+	@$(PY) -m pip install --quiet 'pip>=21.3'
+	@$(PY) -m pip install --quiet --editable .
+	@touch $@
+
+$(DEV): | $(VENV)/bin/pip
+	@echo "installing strawq[dev] into $(VENV)"
+	@$(PY) -m pip install --quiet 'pip>=21.3'
+	@$(PY) -m pip install --quiet --editable '.[dev]'
+	@touch $(CORE) $@
+
+$(BENCH): | $(VENV)/bin/pip
+	@echo "installing strawq[bench] into $(VENV) (torch: this takes minutes)"
+	@$(PY) -m pip install --quiet 'pip>=21.3'
+	@$(PY) -m pip install --quiet --editable '.[bench]'
+	@touch $(CORE) $@
+
+$(SGLANG): | $(SGLANG_VENV)/bin/pip
+	@[ -f $(SGLANG_CPU)/requirements.txt ] || { echo "strawq: $(SGLANG_CPU)/requirements.txt is missing" >&2; exit 1; }
+	@echo "installing SGLang for the CPU into $(SGLANG_VENV) (2.6 GB: this takes minutes)"
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet -r $(SGLANG_CPU)/requirements.txt
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps -r $(SGLANG_CPU)/requirements-no-deps.txt
+	@touch $@
