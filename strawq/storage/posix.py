@@ -1,0 +1,392 @@
+"""The Files port on a POSIX mount: ext4, XFS, tmpfs, JuiceFS, NFS.
+
+The rules it keeps:
+
+- Every call works below a directory descriptor that was opened component by component with O_NOFOLLOW, so a symbolic
+  link planted in the pool leads nowhere: the call fails with ENOTDIR or ELOOP. Anything that is not a regular file is
+  refused before it is read.
+- The descriptors are a bounded cache, for speed only. One whose directory was removed (link count 0) or whose mount
+  went away (ESTALE, ENOTCONN, ...) is dropped and the path is walked again, so a remounted pool works without a
+  restart.
+- Data are flushed with fsync, not fdatasync: a staged file always grows from nothing, so fdatasync must write the
+  inode too and saves nothing (measured on ext4 and JuiceFS: no difference), while fsync is the call that every FUSE
+  and NFS server implements.
+- A failed fsync is never repeated on the same file: the kernel reports a lost page once and calls the file clean
+  afterwards. The staged file is thrown away instead.
+- Calls that only look (read, size, names) and remove are tried once more after ESTALE or a lost mount. `stage` and
+  `publish` are not: what they did is unknown.
+
+Modes are 0o664 for files and 0o775 for directories, less the umask. Names that begin with a dot are not strawq's
+(`.nfs*`, JuiceFS's `.config`, a `replace` that was cut off) and are not listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import os
+import secrets
+import stat
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
+
+from strawq.storage.files import Buffer
+
+Primitive = Literal["link", "rename"]
+
+_T = TypeVar("_T")
+_Step = Callable[[int, str, int, str], None]
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK does nothing to a regular file; it keeps a planted FIFO from blocking the open for ever.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_FILE_MODE = 0o664
+_DIRECTORY_MODE = 0o775
+
+_BUFFERS_PER_WRITE_MAX = 1024  # IOV_MAX on Linux
+_DIRECTORIES_OPEN_MAX = 128
+_MKDIR_TRIES_MAX = 3
+
+# The descriptor is useless from here on, whatever became of the call.
+_MOUNT_LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.EIO, errno.EBADF})
+_LINK_REFUSED = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_RENAME_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
+
+_RENAME_NOREPLACE = 1
+
+
+def _load_renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    function.restype = ctypes.c_int
+    call: Callable[[int, bytes, int, bytes, int], int] = function
+    return call
+
+
+_renameat2 = _load_renameat2()
+
+
+def rename_exclusive(source_fd: int, source: str, target_fd: int, target: str) -> None:
+    """`renameat2(RENAME_NOREPLACE)`: move the name only if the target is free, else `FileExistsError`."""
+    if _renameat2 is None:
+        raise OSError(errno.ENOSYS, "this C library has no renameat2", target)
+    if _renameat2(source_fd, os.fsencode(source), target_fd, os.fsencode(target), _RENAME_NOREPLACE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), source, None, target)
+
+
+def write_all(fd: int, buffers: Sequence[Buffer]) -> int:
+    """Write all bytes of the buffers in order; return their number. A short write is continued, so the error behind it
+    shows."""
+    views = [view for view in (memoryview(buffer).cast("B") for buffer in buffers) if view.nbytes]
+    total = sum(view.nbytes for view in views)
+    first = 0
+    while first < len(views):
+        written = os.writev(fd, views[first : first + _BUFFERS_PER_WRITE_MAX])
+        while first < len(views) and written >= views[first].nbytes:
+            written -= views[first].nbytes
+            first += 1
+        if written:
+            views[first] = views[first][written:]
+    return total
+
+
+class _Directory:
+    """An open directory. It closes itself when the cache and the last call that uses it have let go."""
+
+    __slots__ = ("durable", "fd", "used")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.used = 0
+        self.durable = False  # its own name is known to be durable in its parent
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+    def is_dead(self) -> bool:
+        """Whether the directory itself was removed: nothing can be looked up in it, though its path may lead to a new
+        one."""
+        try:
+            return os.fstat(self.fd).st_nlink == 0
+        except OSError:
+            return True
+
+
+class PosixFiles:
+    """The directory `root` as Files. `primitive` is the exclusive step of `publish`; where the file system refuses it
+    (EPERM, EINVAL, ...) the other one is used from then on: both are exclusive against each other, so they may mix."""
+
+    def __init__(self, root: str | os.PathLike[str], primitive: Primitive = "link") -> None:
+        self.root = os.path.abspath(os.fspath(root))
+        self.primitive: Primitive = primitive
+        self._directories: dict[str, _Directory] = {}
+        self._clock = itertools.count(1)
+        self._token = secrets.token_hex(8)
+
+    @property
+    def keeps_staged(self) -> bool:
+        """Whether the staged name is still there after `publish` (then the caller removes it when it has time)."""
+        return self.primitive == "link"
+
+    def close(self) -> None:
+        """Let go of all directory descriptors (so that the mount can be taken down). The next call opens them again."""
+        self._directories.clear()
+
+    # The directory cache has no lock, so that a fork in the middle of another thread's call cannot leave one held.
+    # Each step is a single dict operation; two threads that open one directory at once just open it twice.
+
+    def _directory(self, path: str) -> _Directory:
+        found = self._directories.get(path)
+        if found is None:
+            found = self._open_directory(path)
+        found.used = next(self._clock)
+        return found
+
+    def _open_directory(self, path: str) -> _Directory:
+        if path == "":
+            opened = _Directory(os.open(self.root, _DIRECTORY & ~os.O_NOFOLLOW))
+        else:
+            parent, _, name = path.rpartition("/")
+            if name in ("", ".", ".."):
+                raise ValueError(f"{path!r} is not a relative path below the pool")
+            opened = _Directory(os.open(name, _DIRECTORY, dir_fd=self._directory(parent).fd))
+        if len(self._directories) >= _DIRECTORIES_OPEN_MAX:
+            oldest = min(list(self._directories.items()), key=lambda item: item[1].used)
+            self._directories.pop(oldest[0], None)
+        self._directories[path] = opened
+        return opened
+
+    def _forget(self, path: str) -> None:
+        """Drop the directory, all that is below it, and all above it: any of them may be the removed one."""
+        for known in list(self._directories):
+            if path in ("", known) or known == "" or known.startswith(path + "/") or path.startswith(known + "/"):
+                self._directories.pop(known, None)
+
+    def _in(self, path: str, call: Callable[[int, str], _T], *, again: bool = False) -> _T:
+        """Run `call(directory fd, name)` for the path. A directory that was removed under us is looked up anew;
+        `again` says that the call may also be repeated after the mount was lost."""
+        parent, _, name = path.rpartition("/")
+        cached = parent in self._directories
+        try:
+            directory = self._directory(parent)
+            try:
+                return call(directory.fd, name)
+            except FileNotFoundError:
+                if not cached or not directory.is_dead():
+                    raise
+        except OSError as error:
+            if error.errno not in _MOUNT_LOST:
+                raise
+            self._directories.clear()
+            if not again:
+                raise
+        self._forget(parent)
+        return call(self._directory(parent).fd, name)
+
+    def stage(self, path: str, buffers: Sequence[Buffer]) -> int:
+        fd = self._in(path, lambda at, name: os.open(name, _NEW, _FILE_MODE, dir_fd=at))
+        try:
+            try:
+                size = write_all(fd, buffers)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError:
+            # The name was ours alone and never published. If it cannot go either, it is collected as staging; the
+            # first error counts.
+            with contextlib.suppress(OSError):
+                self.remove(path)
+            raise
+        return size
+
+    def publish(self, staged: str, path: str) -> None:
+        step, other, refused = self._steps()
+        try:
+            self._two(staged, path, step)
+        except OSError as error:
+            if error.errno not in refused:
+                raise
+            self._two(staged, path, other)
+            self.primitive = "rename" if self.primitive == "link" else "link"
+
+    def _steps(
+        self,
+    ) -> tuple[Callable[[int, str, int, str], None], Callable[[int, str, int, str], None], frozenset[int]]:
+        if self.primitive == "link":
+            return _link, rename_exclusive, _LINK_REFUSED
+        return rename_exclusive, _link, _RENAME_REFUSED
+
+    def _two(self, source: str, target: str, step: _Step) -> None:
+        source_parent, _, source_name = source.rpartition("/")
+
+        def call(at: int, name: str) -> None:
+            # `directory` holds the descriptor open while the step runs.
+            directory = self._directory(source_parent)
+            try:
+                step(directory.fd, source_name, at, name)
+            except FileNotFoundError:
+                if not directory.is_dead():
+                    raise
+                self._forget(source_parent)
+                directory = self._directory(source_parent)
+                step(directory.fd, source_name, at, name)
+
+        self._in(target, call)
+
+    def replace(self, path: str, data: Buffer) -> None:
+        def call(at: int, name: str) -> None:
+            draft = f".{name}.{self._token}.{os.getpid()}.{next(self._clock)}"
+            fd = os.open(draft, _NEW, _FILE_MODE, dir_fd=at)
+            try:
+                try:
+                    write_all(fd, (data,))
+                finally:
+                    os.close(fd)
+                os.rename(draft, name, src_dir_fd=at, dst_dir_fd=at)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(draft, dir_fd=at)
+                raise
+
+        self._in(path, call, again=True)
+
+    def read(self, path: str) -> bytes:
+        def call(at: int, name: str) -> bytes:
+            fd = os.open(name, _READ, dir_fd=at)
+            try:
+                size = _regular_size(os.fstat(fd), path)
+                data = os.read(fd, size)
+                if len(data) == size:
+                    return data
+                pieces = [data]
+                while data:
+                    data = os.read(fd, size)
+                    pieces.append(data)
+                return b"".join(pieces)
+            finally:
+                os.close(fd)
+
+        return self._in(path, call, again=True)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        view = buffer.cast("B")
+
+        def call(at: int, name: str) -> int:
+            fd = os.open(name, _READ, dir_fd=at)
+            try:
+                _regular_size(os.fstat(fd), path)
+                done = 0
+                while done < view.nbytes:
+                    count = os.preadv(fd, [view[done:]], offset + done)
+                    if count == 0:
+                        break
+                    done += count
+                return done
+            finally:
+                os.close(fd)
+
+        return self._in(path, call, again=True)
+
+    def size(self, path: str) -> int:
+        return self._in(
+            path, lambda at, name: _regular_size(os.stat(name, dir_fd=at, follow_symlinks=False), path), again=True
+        )
+
+    def names(self, path: str) -> list[str]:
+        # A descriptor's read position is shared by all its users, so a listing opens the directory for itself.
+        def call(at: int, _: str) -> list[str]:
+            fd = os.open(".", _DIRECTORY, dir_fd=at)
+            try:
+                found = [name for name in os.listdir(fd) if not name.startswith(".")]
+                if not found and os.fstat(fd).st_nlink == 0:
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+                return sorted(found)
+            finally:
+                os.close(fd)
+
+        try:
+            return self._in(path + "/" if path else "", call, again=True)
+        except FileNotFoundError:
+            return []
+
+    def remove(self, path: str) -> bool:
+        try:
+            self._in(path, lambda at, name: os.unlink(name, dir_fd=at), again=True)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def make_directory(self, path: str) -> None:
+        if path == "":
+            _make_root(self.root)
+            self._directory("").durable = True
+            return
+        known = self._directories.get(path)
+        if known is not None and known.durable and not known.is_dead():
+            return
+        parent = path.rpartition("/")[0]
+        for tries_left in reversed(range(_MKDIR_TRIES_MAX)):
+            self.make_directory(parent)
+            try:
+                with contextlib.suppress(FileExistsError):
+                    self._in(path, lambda at, name: os.mkdir(name, _DIRECTORY_MODE, dir_fd=at), again=True)
+                # Also when another process made it: its name may not be durable yet.
+                self.sync_directory(parent)
+                self._directories.pop(path, None)
+                self._directory(path).durable = True
+                return
+            except FileNotFoundError:
+                # A parent was removed meanwhile, or EEXIST came from a stale entry of a removed directory.
+                self._forget(path)
+                if not tries_left:
+                    raise
+
+    def remove_directory(self, path: str) -> bool:
+        if path == "":
+            raise ValueError("the pool's own directory is not removed through the port")
+        try:
+            self._in(path, lambda at, name: os.rmdir(name, dir_fd=at), again=True)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+                return False
+            raise
+        finally:
+            self._forget(path)
+        return True
+
+    def sync_directory(self, path: str) -> None:
+        self._in(path + "/" if path else "", lambda at, _: os.fsync(at))
+
+
+def _link(source_fd: int, source: str, target_fd: int, target: str) -> None:
+    os.link(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd, follow_symlinks=False)
+
+
+def _regular_size(found: os.stat_result, path: str) -> int:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.ELOOP if stat.S_ISLNK(found.st_mode) else errno.EISDIR, "not a regular file", path)
+    return found.st_size
+
+
+def _make_root(root: str) -> None:
+    """Create the pool's directory and its parents, durably. Symbolic links above the pool are the user's own and are
+    followed."""
+    if os.path.isdir(root):
+        return
+    parent = os.path.dirname(root)
+    _make_root(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(root, _DIRECTORY_MODE)
+    fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
