@@ -111,11 +111,11 @@ class MemoryFiles:
             raise _error(errno.EEXIST, path)
         directory.entries[name] = file
 
-    def publish(self, staged: str, path: str) -> None:
+    def publish(self, staged: str, path: str, primitive: Primitive | None = None) -> None:
         with self._lock:
             file = self._file(staged)
             self._create(path, file)
-            if self.primitive == "rename":
+            if (primitive or self.primitive) == "rename":
                 source, name = self._at(staged)
                 del source.entries[name]
 
