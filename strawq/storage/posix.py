@@ -5,8 +5,8 @@ The rules it keeps:
 - Every call works below a directory descriptor that was opened component by component with O_NOFOLLOW, so a symbolic
   link planted in the pool leads nowhere: the call fails with ENOTDIR or ELOOP. Anything that is not a regular file is
   refused before it is read.
-- The descriptors are a bounded cache, for speed only. One whose directory was removed (link count 0) or whose mount
-  went away (ESTALE, ENOTCONN, ...) is dropped and the path is walked again, so a remounted pool works without a
+- The descriptors are a bounded cache, for speed only. One whose path leads elsewhere by now, or whose mount
+  went away (ESTALE, ENOTCONN, ...), is dropped and the path is walked again, so a remounted pool works without a
   restart.
 - Data are flushed with fsync, not fdatasync: a staged file always grows from nothing, so fdatasync must write the
   inode too and saves nothing (measured on ext4 and JuiceFS: no difference), while fsync is the call that every FUSE
@@ -109,14 +109,6 @@ class _Directory:
     def __del__(self) -> None:
         os.close(self.fd)
 
-    def is_dead(self) -> bool:
-        """Whether the directory itself was removed: nothing can be looked up in it, though its path may lead to a new
-        one."""
-        try:
-            return os.fstat(self.fd).st_nlink == 0
-        except OSError:
-            return True
-
 
 class PosixFiles:
     """The directory `root` as Files. `primitive` is the exclusive step of `publish`; where the file system refuses it
@@ -155,7 +147,14 @@ class PosixFiles:
             parent, _, name = path.rpartition("/")
             if name in ("", ".", ".."):
                 raise ValueError(f"{path!r} is not a relative path below the pool")
-            opened = _Directory(os.open(name, _DIRECTORY, dir_fd=self._directory(parent).fd))
+            at = self._directory(parent)
+            try:
+                opened = _Directory(os.open(name, _DIRECTORY, dir_fd=at.fd))
+            except FileNotFoundError:
+                if not self._is_dead(at, parent):
+                    raise
+                self._forget(parent)
+                opened = _Directory(os.open(name, _DIRECTORY, dir_fd=self._directory(parent).fd))
         if len(self._directories) >= _DIRECTORIES_OPEN_MAX:
             oldest = min(list(self._directories.items()), key=lambda item: item[1].used)
             self._directories.pop(oldest[0], None)
@@ -168,6 +167,16 @@ class PosixFiles:
             if path in ("", known) or known == "" or known.startswith(path + "/") or path.startswith(known + "/"):
                 self._directories.pop(known, None)
 
+    def _is_dead(self, directory: _Directory, path: str) -> bool:
+        """Whether the path leads elsewhere by now. The link count does not tell: JuiceFS keeps a removed directory in
+        its trash, where it has one, and looks up nothing in it."""
+        try:
+            found = os.stat(os.path.join(self.root, path))
+            known = os.fstat(directory.fd)
+        except OSError:
+            return True
+        return (found.st_dev, found.st_ino) != (known.st_dev, known.st_ino)
+
     def _in(self, path: str, call: Callable[[int, str], _T], *, again: bool = False) -> _T:
         """Run `call(directory fd, name)` for the path. A directory that was removed under us is looked up anew;
         `again` says that the call may also be repeated after the mount was lost."""
@@ -178,7 +187,7 @@ class PosixFiles:
             try:
                 return call(directory.fd, name)
             except FileNotFoundError:
-                if not cached or not directory.is_dead():
+                if not cached or not self._is_dead(directory, parent):
                     raise
         except OSError as error:
             if error.errno not in _MOUNT_LOST:
@@ -231,7 +240,7 @@ class PosixFiles:
             try:
                 step(directory.fd, source_name, at, name)
             except FileNotFoundError:
-                if not directory.is_dead():
+                if not self._is_dead(directory, source_parent):
                     raise
                 self._forget(source_parent)
                 directory = self._directory(source_parent)
@@ -304,7 +313,8 @@ class PosixFiles:
             fd = os.open(".", _DIRECTORY, dir_fd=at)
             try:
                 found = [name for name in os.listdir(fd) if not name.startswith(".")]
-                if not found and os.fstat(fd).st_nlink == 0:
+                if not found:
+                    # A removed directory looks just like an empty one: only the path can tell, and `_in` asks it.
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
                 return sorted(found)
             finally:
@@ -328,7 +338,7 @@ class PosixFiles:
             self._directory("").durable = True
             return
         known = self._directories.get(path)
-        if known is not None and known.durable and not known.is_dead():
+        if known is not None and known.durable and not self._is_dead(known, path):
             return
         parent = path.rpartition("/")[0]
         for tries_left in reversed(range(_MKDIR_TRIES_MAX)):
