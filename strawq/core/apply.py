@@ -1,0 +1,380 @@
+"""Fold one event into the state. Total and deterministic: an event that stands in the log is never refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from strawq.core import events as e
+from strawq.core.commands import ReportItem
+from strawq.core.image import freeze_branch, thaw_branch
+from strawq.core.state import Answered, Branch, Queue, QueueRow, State, task_key, task_order
+from strawq.limits import REQUESTS_KEPT
+from strawq.model import (
+    UNVERSIONED,
+    Batch,
+    BranchRow,
+    Checkpoint,
+    Pause,
+    Producer,
+    Slice,
+    StoredObject,
+    Submission,
+    Task,
+)
+
+Where = Mapping[str, int]
+"""Offsets of inline objects in the payload of the entry that carries the event, by digest."""
+
+replace = msgspec.structs.replace
+
+
+def apply(state: State, event: e.AnyEvent, seq: int, where: Where) -> None:
+    """Make `event` of entry `seq` true. Changes go to `state.journal`, so that the caller can undo them."""
+    _APPLY[type(event)](state, event, seq, where)
+    if event.request:
+        _remember(state.branch, event, seq)
+
+
+def _remember(branch: Branch, event: e.AnyEvent, seq: int) -> None:
+    """Keep the answer for a late retry, and forget the oldest ones beyond the bound."""
+    weight = len(event.items) if isinstance(event, e.Reported) else len(getattr(event, "leases", ())) or 1
+    meta = branch.meta
+    first, total, forgotten = meta.answered_first, meta.answered_weight + weight, meta.forgotten_seq
+    branch.answered.put(meta.answered_next, Answered(event.request, event, weight))
+    while total > REQUESTS_KEPT and first < meta.answered_next:
+        total -= branch.answered[first].weight
+        branch.answered.drop(first)
+        first += 1
+        forgotten = seq
+    branch.change(
+        answered_first=first, answered_next=meta.answered_next + 1, answered_weight=total, forgotten_seq=forgotten
+    )
+
+
+def _incoming(objects: tuple[Any, ...], seq: int, where: Where) -> dict[str, StoredObject]:
+    rows = {}
+    for ref in objects:
+        inline = ref.epoch == 0
+        rows[ref.digest] = StoredObject(ref, 0, seq if inline else 0, where.get(ref.digest, 0) if inline else 0)
+    return rows
+
+
+def _configured(state: State, event: e.Configured, _seq: int, _where: Where) -> None:
+    queue = state.branch.queues.get(event.queue)
+    if queue is None:
+        state.branch.queues.put(event.queue, Queue(state.journal, QueueRow(event.config)))
+    else:
+        queue.change(config=event.config)
+
+
+def _joined(state: State, event: e.Joined, seq: int, _where: Where) -> None:
+    state.sessions.put(event.session.id, replace(event.session, joined_seq=seq))
+
+
+def _left(state: State, event: e.Left, _seq: int, _where: Where) -> None:
+    _release_session(state, event.session, expired=False)
+
+
+def _expired(state: State, event: e.Expired, _seq: int, _where: Where) -> None:
+    _release_session(state, event.session, expired=True)
+
+
+def _release_session(state: State, session: str, expired: bool) -> None:
+    """Leases go back to their last durable input; batches wait for redelivery. Only a lost process counts against the
+    task."""
+    for name in state.branch.queues:
+        queue = state.branch.queues[name]
+        for number in sorted(queue.held_batches.get(session, ())):
+            queue.batches.put(number, replace(queue.batches[number], session=""))
+        held = sorted(queue.held.get(session, ()))
+        for key in held:
+            task = queue.tasks[key]
+            expirations = task.expirations + expired
+            dead = expired and expirations >= queue.row.config.max_expirations
+            reason = f"lost with its process {expirations} times" if dead else task.reason
+            queue.tasks.put(key, replace(task, session="", expirations=expirations, failed=dead, reason=reason))
+        if expired and held:
+            queue.change(expirations=queue.row.expirations + len(held))
+    if session in state.sessions:
+        state.sessions.drop(session)
+
+
+def _submitted(state: State, event: e.Submitted, seq: int, where: Where) -> None:
+    queue = state.branch.queues[event.queue]
+    incoming = _incoming(event.objects, seq, where)
+    for number, ref in zip(event.numbers, event.objects, strict=True):
+        queue.submissions.put(number, Submission(number, ref.digest, 0, ref.rows))
+        state.hold(ref.digest, 1, incoming)
+    if event.numbers:
+        state.change(submissions=event.numbers[-1])
+    if event.producer:
+        known = queue.producers.get(event.producer)
+        count = known.submissions + 1 if known else 1
+        queue.producers.put(event.producer, Producer(event.producer, event.cursor, count))
+    queue.change(submitted=queue.row.submitted + event.rows)
+
+
+def _sealed(state: State, event: e.Sealed, _seq: int, _where: Where) -> None:
+    state.branch.queues[event.queue].change(sealed=event.sealed)
+
+
+def _acquired(state: State, event: e.Acquired, _seq: int, _where: Where) -> None:
+    queue = state.branch.queues[event.queue]
+    for key, attempt in event.leases:
+        task = queue.tasks.get(key) or _started(state, queue, key)
+        queue.tasks.put(key, replace(task, session=event.session, attempt=attempt))
+
+
+def _started(state: State, queue: Queue, key: str) -> Task:
+    """The task of a row that is leased for the first time."""
+    number, row = (int(word) for word in key.split("-"))
+    submission = queue.submissions[number]
+    part = Slice(submission.object, row, row + 1)
+    state.hold(part.object, 1)
+    if row + 1 < submission.end:
+        queue.submissions.put(number, replace(submission, next=row + 1))
+    else:
+        queue.submissions.drop(number)
+        state.hold(part.object, -1)
+    return Task(task_key(number, row), task_order(number, row), "fresh", (part,))
+
+
+def _reported(state: State, event: e.Reported, seq: int, where: Where) -> None:
+    queue = state.branch.queues[event.queue]
+    incoming = _incoming(event.objects, seq, where)
+    accepted = tokens = 0
+    for item in event.items:
+        task = queue.tasks[item.task]
+        if item.parts:
+            state.hold_parts(item.parts, 1, incoming)
+            task = _grown(task, item)
+            tokens += item.tokens
+        if item.outcome == "save":
+            queue.tasks.put(task.id, task)
+        elif item.outcome == "yield":
+            queue.tasks.put(task.id, replace(task, session=""))
+        elif item.outcome == "complete":
+            queue.tasks.put(task.id, replace(task, session="", stage="ready", reason=""))
+            accepted += 1
+        elif item.outcome == "fail":
+            dead = item.task in event.dead
+            queue.tasks.put(
+                task.id, replace(task, session="", failures=task.failures + 1, failed=dead, reason=item.reason)
+            )
+        else:
+            state.hold_parts(task.parts, -1)
+            queue.end(task, "dropped", item.reason)
+    if accepted or tokens:
+        queue.change(accepted=queue.row.accepted + accepted, tokens=queue.row.tokens + tokens)
+
+
+def _grown(task: Task, item: ReportItem) -> Task:
+    version = item.version
+    if task.version != UNVERSIONED and (version == UNVERSIONED or task.version < version):
+        version = task.version
+    stage = "partial" if task.stage == "fresh" else task.stage
+    return replace(task, parts=task.parts + item.parts, tokens=task.tokens + item.tokens, version=version, stage=stage)
+
+
+def _batch_taken(state: State, event: e.BatchTaken, _seq: int, _where: Where) -> None:
+    queue = state.branch.queues[event.queue]
+    for key in event.tasks:
+        queue.tasks.put(key, replace(queue.tasks[key], batch=event.batch))
+    batch = Batch(event.batch, event.number, event.tasks, event.consumer, event.session, event.attempt)
+    queue.batches.put(event.number, batch)
+    if event.number > state.meta.batches:
+        state.change(batches=event.number)
+
+
+def batch_number(batch: str) -> int:
+    """The number in a batch id such as `b12`; 0 if it is not one."""
+    return int(batch[1:]) if batch[:1] == "b" and batch[1:].isascii() and batch[1:].isdigit() else 0
+
+
+def _batch_finished(state: State, event: e.BatchFinished, _seq: int, _where: Where) -> None:
+    queue = state.branch.queues[event.queue]
+    batch = queue.batches[batch_number(event.batch)]
+    dropped = dict(event.dropped)
+    for key in batch.tasks:
+        task = queue.tasks[key]
+        state.hold_parts(task.parts, -1)
+        if key in dropped:
+            queue.end(task, "dropped", dropped[key])
+        else:
+            queue.end(task, "trained")
+    queue.batches.drop(batch.number)
+
+
+def _batch_returned(state: State, event: e.BatchReturned, _seq: int, _where: Where) -> None:
+    queue = state.branch.queues[event.queue]
+    batch = queue.batches[batch_number(event.batch)]
+    for key in batch.tasks:
+        queue.tasks.put(key, replace(queue.tasks[key], batch=""))
+    queue.batches.drop(batch.number)
+
+
+def _failed_retried(state: State, event: e.FailedRetried, _seq: int, _where: Where) -> None:
+    queue = state.branch.queues[event.queue]
+    for key in event.tasks:
+        queue.tasks.put(key, replace(queue.tasks[key], failed=False, failures=0, expirations=0, reason=""))
+
+
+def _tasks_dropped(state: State, event: e.TasksDropped, _seq: int, _where: Where) -> None:
+    queue = state.branch.queues[event.queue]
+    for key in event.tasks:
+        task = queue.tasks[key]
+        state.hold_parts(task.parts, -1)
+        queue.end(task, "dropped", event.reason)
+
+
+def _version_published(state: State, event: e.VersionPublished, _seq: int, _where: Where) -> None:
+    state.branch.change(policy_version=event.version)
+
+
+def _paused(state: State, event: e.Paused, _seq: int, _where: Where) -> None:
+    state.branch.change(pause=Pause(event.reason, event.session))
+
+
+def _pause_acknowledged(state: State, event: e.PauseAcknowledged, _seq: int, _where: Where) -> None:
+    pause = state.branch.meta.pause
+    assert pause is not None, "decide acknowledges only a pause that is on"
+    names = tuple(sorted({*pause.acknowledged, event.session}))
+    state.branch.change(pause=replace(pause, acknowledged=names))
+
+
+def _resumed(state: State, event: e.Resumed, _seq: int, _where: Where) -> None:
+    state.branch.change(pause=None, policy_version=event.version or state.branch.meta.policy_version)
+
+
+def _checkpointed(state: State, event: e.Checkpointed, seq: int, _where: Where) -> None:
+    branch = state.branch
+    objects = _reached(branch)
+    for digest in objects:
+        state.hold(digest, 1)
+    state.checkpoints.put(
+        event.name,
+        Checkpoint(
+            name=event.name,
+            branch=state.active.row,
+            seq=seq,
+            policy_version=branch.meta.policy_version,
+            image=freeze_branch(branch),
+            objects=objects,
+            metadata=event.metadata,
+            bindings=event.bindings,
+            time_ms=event.time_ms,
+        ),
+    )
+
+
+def _reached(branch: Branch) -> tuple[str, ...]:
+    """Digests of all objects that the branch's rows refer to, each once."""
+    digests: set[str] = set()
+    for name in branch.queues:
+        queue = branch.queues[name]
+        digests.update(submission.object for submission in queue.submissions.values())
+        digests.update(part.object for task in queue.tasks.values() for part in task.parts)
+    return tuple(sorted(digests))
+
+
+def _checkpoint_dropped(state: State, event: e.CheckpointDropped, _seq: int, _where: Where) -> None:
+    for digest in state.checkpoints[event.name].objects:
+        state.hold(digest, -1)
+    state.checkpoints.drop(event.name)
+
+
+def _rolled_back(state: State, event: e.RolledBack, seq: int, _where: Where) -> None:
+    """Freeze the branch that is left, thaw the target as a new one. Every lease of the old branch ends here."""
+    checkpoint = state.checkpoints.get(event.target)
+    source = checkpoint or state.branches[event.target]
+    left, old = state.branches[state.active.row], state.branch
+    objects = _reached(old)
+    for digest in objects:
+        state.hold(digest, 1)
+    state.branches.put(
+        left.id,
+        replace(left, image=freeze_branch(old), objects=objects, left_seq=seq, policy_version=old.meta.policy_version),
+    )
+    new = thaw_branch(source.image, state.journal)
+    _hold_branch(state, new, 1)
+    _hold_branch(state, old, -1)
+    for name in new.queues:
+        queue = new.queues[name]
+        for session in sorted(queue.held):
+            for key in sorted(queue.held[session]):
+                queue.tasks.put(key, replace(queue.tasks[key], session=""))
+        for batch in queue.batches.values():
+            queue.batches.put(batch.number, replace(batch, session=""))
+    new.change(pause=None)
+    parent = checkpoint.branch if checkpoint else event.target
+    base = checkpoint.seq if checkpoint else state.branches[event.target].left_seq
+    state.branches.put(event.branch, BranchRow(event.branch, parent=parent, source=event.target, base_seq=base))
+    state.branch_cell.put(new)
+    state.active.put(event.branch)
+    state.change(branches=state.meta.branches + 1)
+
+
+def _hold_branch(state: State, branch: Branch, by: int) -> None:
+    for name in branch.queues:
+        queue = branch.queues[name]
+        for submission in queue.submissions.values():
+            state.hold(submission.object, by)
+        for task in queue.tasks.values():
+            state.hold_parts(task.parts, by)
+
+
+def _branch_dropped(state: State, event: e.BranchDropped, _seq: int, _where: Where) -> None:
+    for digest in state.branches[event.name].objects:
+        state.hold(digest, -1)
+    state.branches.drop(event.name)
+
+
+def _epoch_opened(state: State, event: e.EpochOpened, _seq: int, _where: Where) -> None:
+    state.change(epoch=event.epoch)
+
+
+def _epoch_closed(state: State, event: e.EpochClosed, _seq: int, _where: Where) -> None:
+    state.change(closed_epoch=event.epoch)
+
+
+def _trimmed(state: State, event: e.Trimmed, _seq: int, _where: Where) -> None:
+    state.change(trims=event.number, floor=max(event.floor, state.meta.floor))
+
+
+def _objects_moved(state: State, event: e.ObjectsMoved, _seq: int, _where: Where) -> None:
+    for ref in event.objects:
+        row = state.objects.get(ref.digest)
+        if row is not None and row.ref.epoch == 0:
+            state.objects.put(ref.digest, StoredObject(ref, row.count))
+
+
+_APPLY: dict[type, Callable[[State, Any, int, Where], None]] = {
+    e.Configured: _configured,
+    e.Joined: _joined,
+    e.Left: _left,
+    e.Expired: _expired,
+    e.Submitted: _submitted,
+    e.Sealed: _sealed,
+    e.Acquired: _acquired,
+    e.Reported: _reported,
+    e.BatchTaken: _batch_taken,
+    e.BatchFinished: _batch_finished,
+    e.BatchReturned: _batch_returned,
+    e.FailedRetried: _failed_retried,
+    e.TasksDropped: _tasks_dropped,
+    e.VersionPublished: _version_published,
+    e.Paused: _paused,
+    e.PauseAcknowledged: _pause_acknowledged,
+    e.Resumed: _resumed,
+    e.Checkpointed: _checkpointed,
+    e.CheckpointDropped: _checkpoint_dropped,
+    e.RolledBack: _rolled_back,
+    e.BranchDropped: _branch_dropped,
+    e.EpochOpened: _epoch_opened,
+    e.EpochClosed: _epoch_closed,
+    e.Trimmed: _trimmed,
+    e.ObjectsMoved: _objects_moved,
+}

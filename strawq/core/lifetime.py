@@ -1,0 +1,123 @@
+"""Checkpoints, branches, epochs and trimming: decisions about what may be forgotten, and what never is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from strawq.core import commands as c
+from strawq.core import events as e
+from strawq.core.names import require_branch, require_name
+from strawq.core.state import State
+from strawq.errors import BadInput
+from strawq.limits import METADATA_BYTES
+
+Answer = e.AnyEvent | e.Refusal
+
+
+def _checkpoint(state: State, command: c.TakeCheckpoint) -> Answer:
+    require_name(command.name, "checkpoint")
+    if command.branch:
+        require_branch(state, command.branch)
+    if command.name in state.checkpoints or command.name in state.branches:
+        raise BadInput(f"the name {command.name!r} is taken by a checkpoint or branch; choose another or drop it first")
+    if len(command.metadata.encode()) > METADATA_BYTES:
+        raise BadInput(f"the metadata of checkpoint {command.name} is larger than {METADATA_BYTES} bytes")
+    return e.Checkpointed(
+        name=command.name, metadata=command.metadata, bindings=tuple(sorted(command.bindings)), time_ms=command.time_ms
+    )
+
+
+def _drop_checkpoint(state: State, command: c.DropCheckpoint) -> Answer:
+    if command.name not in state.checkpoints:
+        raise BadInput(f"there is no checkpoint {command.name!r} (there are: {', '.join(state.checkpoints) or 'none'})")
+    return e.CheckpointDropped(name=command.name)
+
+
+def _rollback(state: State, command: c.Rollback) -> Answer:
+    checkpoint = state.checkpoints.get(command.target)
+    branch = state.branches.get(command.target)
+    if checkpoint is None and branch is None:
+        names = ", ".join([*state.checkpoints, *(name for name in state.branches if name != state.active.row)])
+        raise BadInput(
+            f"there is no checkpoint or branch {command.target!r} to roll back to (there are: {names or 'none'})"
+        )
+    if command.target == state.active.row:
+        raise BadInput(f"branch {command.target} is the active one already")
+    bound = dict(checkpoint.bindings) if checkpoint else {}
+    for name, digest in command.bindings:
+        if bound.get(name) != digest:
+            raise BadInput(
+                f"checkpoint {command.target} was bound to {name} = {bound.get(name, '(nothing)')}, not {digest}: "
+                "the files are not of one step"
+            )
+    name = command.branch or _free_branch(state)
+    require_name(name, "branch")
+    if name in state.branches or name in state.checkpoints:
+        raise BadInput(f"the name {name!r} is taken by a branch or checkpoint; choose another")
+    return e.RolledBack(target=command.target, branch=name)
+
+
+def _free_branch(state: State) -> str:
+    number = state.meta.branches + 2
+    while f"branch-{number}" in state.branches or f"branch-{number}" in state.checkpoints:
+        number += 1
+    return f"branch-{number}"
+
+
+def _drop_branch(state: State, command: c.DropBranch) -> Answer:
+    if command.name not in state.branches:
+        raise BadInput(f"there is no branch {command.name!r} (there are: {', '.join(state.branches)})")
+    if command.name == state.active.row:
+        raise BadInput(f"branch {command.name} is active; roll back to another one before dropping it")
+    return e.BranchDropped(name=command.name)
+
+
+def _open_epoch(state: State, command: c.OpenEpoch) -> Answer:
+    if command.epoch <= state.meta.epoch:
+        return e.Refusal("done", f"epoch {state.meta.epoch} is open")
+    if command.epoch != state.meta.epoch + 1:
+        raise BadInput(f"epoch {command.epoch} does not follow epoch {state.meta.epoch}")
+    return e.EpochOpened(epoch=command.epoch)
+
+
+def _close_epoch(state: State, command: c.CloseEpoch) -> Answer:
+    if command.epoch <= state.meta.closed_epoch:
+        return e.Refusal("done", f"epoch {command.epoch} is closed")
+    if command.epoch >= state.meta.epoch:
+        raise BadInput(f"epoch {command.epoch} is the open one; open the next before closing it")
+    return e.EpochClosed(epoch=command.epoch)
+
+
+def _trim(state: State, command: c.Trim) -> Answer:
+    if command.number <= state.meta.trims:
+        return e.Refusal("done", f"trim {command.number} is logged")
+    if command.number != state.meta.trims + 1:
+        raise BadInput(f"trim {command.number} does not follow trim {state.meta.trims}")
+    return e.Trimmed(number=command.number, floor=command.floor)
+
+
+def _move_objects(state: State, command: c.MoveObjects) -> Answer:
+    moved = []
+    for ref in command.objects:
+        row = state.objects.get(ref.digest)
+        if row is None or row.ref.epoch:
+            continue
+        if ref.epoch <= state.meta.closed_epoch:
+            return e.Refusal(
+                "epoch_closed", f"object {ref.digest[:12]} was moved into epoch {ref.epoch}, which is closed"
+            )
+        moved.append(ref)
+    return e.ObjectsMoved(objects=tuple(moved)) if moved else e.Refusal("done", "these objects have files already")
+
+
+LIFETIME: dict[type, Callable[[State, Any], Answer]] = {
+    c.TakeCheckpoint: _checkpoint,
+    c.DropCheckpoint: _drop_checkpoint,
+    c.Rollback: _rollback,
+    c.DropBranch: _drop_branch,
+    c.OpenEpoch: _open_epoch,
+    c.CloseEpoch: _close_epoch,
+    c.Trim: _trim,
+    c.MoveObjects: _move_objects,
+}

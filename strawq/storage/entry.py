@@ -1,0 +1,86 @@
+"""One log entry as bytes, and back. A reader has a whole entry or an error that names it; never half of one.
+
+line 1   JSON: sequence number, digest of the entry before, commit id, who, when, the events, the inline objects'
+digests and sizes line 2   JSON: BLAKE3 of line 1 then     the inline objects' bytes, in order; each is named by its
+own digest, which is checked when it is read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import blake3
+import msgspec
+
+from strawq.errors import Damaged
+
+
+class EntryLine(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Line 1. `inline` are pairs of digest and size in bytes; their offsets follow from the order."""
+
+    seq: int
+    prev: str
+    id: str
+    session: str
+    time_ms: int
+    events: list[msgspec.Raw]
+    inline: list[tuple[str, int]] = []
+
+
+class Entry(msgspec.Struct, frozen=True):
+    line: EntryLine
+    digest: str
+    payload: memoryview
+    size: int
+
+    def where(self) -> dict[str, int]:
+        """Offset of each inline object in the payload, by digest."""
+        return offsets(self.line.inline)
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(EntryLine)
+
+
+def offsets(inline: Sequence[tuple[str, int]]) -> dict[str, int]:
+    where, at = {}, 0
+    for digest, size in inline:
+        where[digest] = at
+        at += size
+    return where
+
+
+def encode_entry(line: EntryLine) -> tuple[bytes, str]:
+    """Lines 1 and 2, and the entry's digest (64 hex characters)."""
+    first = _encoder.encode(line)
+    digest = blake3.blake3(first).hexdigest()
+    return first + b"\n" + _second_line(digest), digest
+
+
+def _second_line(digest: str) -> bytes:
+    return b'{"blake3":"' + digest.encode() + b'"}\n'
+
+
+def decode_entry(seq: int, path: str, data: bytes) -> Entry:
+    """Check and parse the bytes of entry `seq`. `Damaged` names the file."""
+    end = data.find(b"\n")
+    if end < 0:
+        raise _damaged(path, "it is cut short or zeroed")
+    digest = blake3.blake3(memoryview(data)[:end]).hexdigest()
+    second = _second_line(digest)
+    if data[end + 1 : end + 1 + len(second)] != second:
+        raise _damaged(path, "its bytes do not match its digest")
+    try:
+        line = _decoder.decode(memoryview(data)[:end])
+    except msgspec.MsgspecError as error:
+        raise _damaged(path, f"it is not an entry of this format ({error})") from error
+    if line.seq != seq:
+        raise _damaged(path, f"it is entry {line.seq}")
+    payload = memoryview(data)[end + 1 + len(second) :]
+    if len(payload) != sum(size for _, size in line.inline):
+        raise _damaged(path, f"its payload has {len(payload)} bytes")
+    return Entry(line, digest, payload, len(data))
+
+
+def _damaged(path: str, why: str) -> Damaged:
+    return Damaged(f"log entry {path} is damaged: {why}; `strawq verify` says what depends on it")

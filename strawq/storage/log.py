@@ -1,0 +1,524 @@
+"""The commit log: how a decision becomes true. One immutable file for each entry, and the name is its number.
+
+Commit: decide on the state at the newest entry that we know; write the next entry under a staging name, durably; give
+it the next number, which only one process can; make the name durable; only then acknowledge. If the number is taken,
+read that entry: it is ours if the commit id is ours (a reply can be lost), else fold it and decide again. The
+commands of all threads that wait go into one entry.
+
+Trimming breaks "only one process can": a writer that slept finds its old number free again. So trim g writes floor F
+to `floors/<g>` before the first entry below F goes. Whoever knows of g trims looks for `floors/<g+1>` after its
+publish, and a reader after its catch-up: if F is above the entry, we are below the floor and cannot know whether our
+entry was a commit or a ghost. We remove the ghost, reload, and ask the state by the command's identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from strawq.errors import Contended, Damaged, OutcomeUnknown, StorageFailed, StrawqError
+from strawq.limits import (
+    COMMANDS_PER_ENTRY,
+    COMMIT_TRIES,
+    ENTRY_INLINE_BYTES,
+    RELOAD_TRIES,
+    SNAPSHOT_ENTRIES,
+    UNKNOWN_TRIES,
+)
+from strawq.storage import layout
+from strawq.storage.clock import Clock
+from strawq.storage.contention import AdvisoryLock
+from strawq.storage.entry import Entry, EntryLine, decode_entry, encode_entry
+from strawq.storage.files import Buffer, Files
+from strawq.storage.snapshots import encode_snapshot, usable_snapshots
+
+M = TypeVar("M", bound="Machine")
+GENESIS = "0" * 64
+_DAMAGE_WAITS_SECONDS = (0.02, 0.1, 0.4, 1.0)
+
+
+class Machine(Protocol):
+    """What the log needs of the pure core."""
+
+    @property
+    def seq(self) -> int: ...
+    @property
+    def trims(self) -> int: ...
+    @property
+    def forgotten_seq(self) -> int: ...
+    def decide(self, command: Any) -> Any: ...
+    def is_new(self, answer: Any, command: Any) -> bool: ...
+    def answered(self, command: Any) -> Any: ...
+    def encode(self, event: Any) -> bytes: ...
+    def decode(self, seq: int, events: Sequence[msgspec.Raw]) -> list[Any]: ...
+    def apply(self, event: Any, seq: int, where: Mapping[str, int]) -> None: ...
+    def mark(self) -> int: ...
+    def undo(self, mark: int = 0) -> None: ...
+    def keep(self, seq: int) -> None: ...
+    def dump(self) -> bytes: ...
+    def load(self, data: Any, seq: int) -> None: ...
+    def reset(self) -> None: ...
+
+
+class _Ticket:
+    """One waiting command and, once `done`, its answer or error."""
+
+    __slots__ = ("answer", "command", "done", "error", "payloads", "since", "view")
+
+    def __init__(self, command: Any, payloads: Mapping[str, Buffer], view: Callable[[Any], Any] | None) -> None:
+        self.command = command
+        self.payloads = payloads
+        self.view = view
+        self.since = -1
+        self.done = False
+        self.answer: Any = None
+        self.error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.done = True
+
+
+class CommitLog(Generic[M]):
+    """The log of one pool, opened by one process. Safe from many threads."""
+
+    def __init__(self, files: Files, machine: M, pool: str, instance: str, clock: Clock, lock: AdvisoryLock) -> None:
+        self.files = files
+        self.machine = machine
+        self.pool = pool
+        self.damage: dict[str, str] = {}
+        """Damaged snapshots that were passed over, by path."""
+        self.commits = 0
+        self.races_lost = 0
+        self._instance = instance
+        self._clock = clock
+        self._advisory = lock
+        self._lead = threading.Lock()
+        self._line = threading.Lock()
+        self._waiting: list[_Ticket] = []
+        self._staged = 0
+        self._tip = GENESIS
+        self._durable_seq = 0
+        self._segment_made = -1
+        self._snapshot_seq = 0
+        self._snapshot_bytes = 0
+        self._bytes_since = 0
+        self._loaded = False
+
+    # Reading.
+
+    def refresh(self, view: Callable[[M], Any] | None = None) -> Any:
+        """Fold everything that is committed by now; `view` reads the state while nothing can change it."""
+        with self._lead:
+            self._catch_up()
+            return view(self.machine) if view is not None else None
+
+    def peek(self, view: Callable[[M], Any]) -> Any:
+        """Read the state as far as this process has folded it."""
+        with self._lead:
+            if not self._loaded:
+                self._catch_up()
+            return view(self.machine)
+
+    def read_entry(self, seq: int) -> Entry | None:
+        """Entry `seq`, or None if that number is free. Bytes may be late on some mounts, so damage is looked at again
+        before it is believed."""
+        path = layout.entry(seq)
+        for wait in (*_DAMAGE_WAITS_SECONDS, None):
+            try:
+                return decode_entry(seq, path, self.files.read(path))
+            except FileNotFoundError:
+                return None
+            except Damaged:
+                if wait is None:
+                    raise
+            except OSError as error:
+                if wait is None or error.errno not in (errno.ESTALE, errno.EIO, errno.ETIMEDOUT):
+                    raise storage_failed("read", path, error) from error
+            self._clock.sleep(wait)
+        return None
+
+    def _catch_up(self) -> None:
+        for _ in range(RELOAD_TRIES):
+            if not self._loaded:
+                self._load()
+            while True:
+                entry = self.read_entry(self.machine.seq + 1)
+                if entry is None:
+                    break
+                self._fold(entry)
+            if not self._below_floor(self.machine.seq):
+                return
+            self._loaded = False
+            self._clock.sleep(0.01 + 0.1 * self._clock.jitter())
+        raise StorageFailed("the log was trimmed past every snapshot that a listing shows; run `strawq verify`")
+
+    def _load(self) -> None:
+        snapshot = next(usable_snapshots(self.files, self.pool, self.damage), None)
+        if snapshot is None:
+            self.machine.reset()
+            self._tip = GENESIS
+            self._snapshot_seq = self._snapshot_bytes = 0
+        else:
+            self.machine.load(snapshot.body, snapshot.line.seq)
+            self._tip = snapshot.line.tip
+            self._snapshot_seq, self._snapshot_bytes = snapshot.line.seq, snapshot.line.size
+        self._bytes_since = 0
+        self._durable_seq = min(self._durable_seq, self.machine.seq)
+        self._loaded = True
+
+    def _fold(self, entry: Entry) -> None:
+        line = entry.line
+        if line.prev != self._tip:
+            raise Damaged(
+                f"log entry {layout.entry(line.seq)} follows another history (it names {line.prev[:12]}, entry "
+                f"{line.seq - 1} is "
+                f"{self._tip[:12]}); run `strawq verify`"
+            )
+        events = self.machine.decode(line.seq, line.events)
+        where = entry.where()
+        for event in events:
+            self.machine.apply(event, line.seq, where)
+        self._advance(line.seq, entry.digest, entry.size)
+
+    def _advance(self, seq: int, digest: str, size: int) -> None:
+        self.machine.keep(seq)
+        self._tip = digest
+        self._bytes_since += size
+
+    def _below_floor(self, seq: int) -> bool:
+        """Whether a trim that the state does not know of has taken entry `seq` away."""
+        number = self.machine.trims + 1
+        while True:
+            try:
+                floor = read_floor(self.files, number)
+            except FileNotFoundError:
+                return False
+            if floor > seq:
+                return True
+            number += 1
+
+    # Writing.
+
+    def commit(
+        self, command: Any, payloads: Mapping[str, Buffer] | None = None, view: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """Make `command` true, or learn why not. Returns its event (durable) or its refusal; with `view`, what that
+        makes of the answer while the state is just after it.
+
+        `payloads` are inline objects by digest. Raises what `decide` raises; `StorageFailed` (nothing happened),
+        `Contended` (nothing happened), `OutcomeUnknown` (ask again)."""
+        ticket = _Ticket(command, payloads or {}, view)
+        with self._line:
+            self._waiting.append(ticket)
+        with self._lead:
+            while not ticket.done:
+                self._commit_waiting()
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.answer
+
+    def _commit_waiting(self) -> None:
+        with self._line:
+            tickets = self._next_group()
+        try:
+            with self._advisory.held():
+                fresh = not self._loaded or self._advisory.contended
+                if fresh:
+                    self._catch_up()
+                self._commit_group(tickets, fresh)
+        except StrawqError as error:
+            self._abandon(tickets, error)
+        except OSError as error:
+            self._abandon(tickets, storage_failed("commit to", "the log", error))
+        except BaseException:
+            self._abandon(
+                tickets, OutcomeUnknown("the committing thread was interrupted; ask again with the same request id")
+            )
+            raise
+        self._snapshot_if_due()
+
+    def _next_group(self) -> list[_Ticket]:
+        """The waiting commands that fit into one entry, oldest first."""
+        size = taken = 0
+        for ticket in self._waiting[:COMMANDS_PER_ENTRY]:
+            size += sum(len(data) for data in ticket.payloads.values())
+            if taken and size > ENTRY_INLINE_BYTES:
+                break
+            taken += 1
+        tickets, self._waiting = self._waiting[:taken], self._waiting[taken:]
+        return tickets
+
+    def _abandon(self, tickets: list[_Ticket], error: BaseException) -> None:
+        self.machine.undo()
+        for ticket in tickets:
+            if not ticket.done:
+                ticket.fail(error)
+
+    def _commit_group(self, tickets: list[_Ticket], fresh: bool) -> None:
+        """Decide, publish, acknowledge; again while others are first. `fresh`: the log's end has just been looked
+        at."""
+        for turn in range(COMMIT_TRIES):
+            waiting = [ticket for ticket in tickets if not ticket.done]
+            events, inline, settled = self._decide(waiting, fresh)
+            if not settled and not fresh:
+                # A refusal is only as good as the state it was decided on.
+                self._catch_up()
+                fresh = True
+                continue
+            if not waiting:
+                return
+            if not events:
+                self._settle(waiting)
+                return
+            outcome = self._publish(events, inline)
+            if outcome == "committed":
+                self._settle(waiting)
+                return
+            if outcome == "ghost":
+                self._loaded = False
+            else:
+                self.races_lost += 1
+                self._advisory.lost_race()
+                if turn > 2:
+                    self._clock.sleep(0.002 * min(turn, 50) * self._clock.jitter())
+            self._catch_up()
+            fresh = True
+            for ticket in waiting:
+                self._ask_by_identity(ticket, outcome)
+        raise Contended(
+            f"other processes committed first {COMMIT_TRIES} times in a row; nothing was changed, try again"
+        )
+
+    def _decide(self, tickets: list[_Ticket], fresh: bool) -> tuple[list[Any], dict[str, Buffer], bool]:
+        """Apply the waiting commands tentatively. False at the end if an answer needs the newest state and we may not
+        have it."""
+        machine, seq = self.machine, self.machine.seq + 1
+        events: list[Any] = []
+        inline: dict[str, Buffer] = {}
+        where: dict[str, int] = {}
+        at = 0
+        for ticket in tickets:
+            if ticket.since < 0:
+                ticket.since = machine.seq
+            ticket.error = None
+            mark = machine.mark()
+            try:
+                answer = machine.decide(ticket.command)
+                if machine.is_new(answer, ticket.command):
+                    for digest, data in ticket.payloads.items():
+                        if digest not in inline:
+                            inline[digest], where[digest] = data, at
+                            at += len(data)
+                    machine.apply(answer, seq, where)
+                    events.append(answer)
+                elif not fresh:
+                    machine.undo()
+                    return [], {}, False
+                ticket.answer = ticket.view(answer) if ticket.view is not None else answer
+            except StrawqError as error:
+                machine.undo(mark)
+                if not fresh:
+                    machine.undo()
+                    return [], {}, False
+                ticket.error = error
+        return events, inline, True
+
+    def _settle(self, tickets: list[_Ticket]) -> None:
+        """Acknowledge. Answers that rest on entries of others rest on durable ones."""
+        self._make_durable(self.machine.seq)
+        for ticket in tickets:
+            ticket.done = True
+
+    def _ask_by_identity(self, ticket: _Ticket, outcome: str) -> None:
+        """After a ghost: was our command committed, folded and trimmed while we slept? If the state no longer
+        remembers that far back, say so instead of guessing."""
+        if outcome != "ghost" or self.machine.answered(ticket.command) is not None:
+            return
+        if self.machine.forgotten_seq > ticket.since:
+            ticket.fail(
+                OutcomeUnknown(
+                    "this process slept through more history than the pool remembers; whether the command was "
+                    "committed is not known: "
+                    "look at the state, then decide"
+                )
+            )
+
+    def _publish(self, events: list[Any], inline: dict[str, Buffer]) -> str:
+        """Give the next number to an entry of ours: `committed`, `lost` (another has it) or `ghost` (the number is
+        below a floor)."""
+        machine, seq = self.machine, self.machine.seq + 1
+        sizes = [(digest, len(data)) for digest, data in inline.items()]
+        line = EntryLine(
+            seq=seq,
+            prev=self._tip,
+            id=self._clock.new_id(),
+            session=self._instance,
+            time_ms=self._clock.wall_ms(),
+            events=[msgspec.Raw(machine.encode(event)) for event in events],
+            inline=sizes,
+        )
+        head, digest = encode_entry(line)
+        buffers = [head, *inline.values()]
+        self._make_segment(seq)
+        if not self._exclusive(seq, line.id, buffers):
+            machine.undo()
+            return "lost"
+        if self._below_floor(seq):
+            machine.undo()
+            self.files.remove(layout.entry(seq))
+            return "ghost"
+        self._advance(seq, digest, sum(len(part) for part in buffers))
+        self.commits += 1
+        return "committed"
+
+    def _make_segment(self, seq: int) -> None:
+        number = layout.segment(seq)
+        if number != self._segment_made:
+            self.files.make_directory(layout.segment_directory(number))
+            self._segment_made = number
+
+    def _exclusive(self, seq: int, commit_id: str, buffers: Sequence[Buffer]) -> bool:
+        """Whether entry `seq` is ours. A publish whose reply is lost is asked about until it is known: committed,
+        lost, or unknown."""
+        path, staged = layout.entry(seq), ""
+        unknown: OSError | None = None
+        for turn in range(UNKNOWN_TRIES):
+            try:
+                if not staged:
+                    staged = self._stage(buffers)
+                self.files.publish(staged, path)
+                self._discard(staged)
+                return True
+            except FileExistsError:
+                mine = self._is_ours(seq, commit_id)
+                if mine is not None:
+                    self._discard(staged)
+                    return mine
+            except FileNotFoundError:
+                # Our staged file was collected, or a rename whose reply was lost has consumed it. Publishing again is
+                # safe either way.
+                staged = ""
+                self._segment_made = -1
+                self._make_segment(seq)
+            except OSError as error:
+                if unknown is None and (not staged or error.errno not in _PASSING):
+                    self._discard(staged)
+                    raise
+                unknown = error
+                if self._is_ours(seq, commit_id):
+                    self._discard(staged)
+                    return True
+            self._clock.sleep(0.005 * 2**turn * (0.5 + self._clock.jitter()))
+        raise OutcomeUnknown(
+            f"the file system does not say whether {path} was written ({unknown}); ask again with the same request id"
+        )
+
+    def _is_ours(self, seq: int, commit_id: str) -> bool | None:
+        """Whether the entry that stands at `seq` carries our commit id; None if none stands there."""
+        entry = self.read_entry(seq)
+        return None if entry is None else entry.line.id == commit_id
+
+    def _stage(self, buffers: Sequence[Buffer]) -> str:
+        self._staged += 1
+        staged = layout.staging(self._instance, self._staged)
+        self.files.stage(staged, buffers)
+        return staged
+
+    def _discard(self, staged: str) -> None:
+        """Staged names are garbage once published; failing to remove one is no failure."""
+        if staged:
+            try:
+                self.files.remove(staged)
+            except OSError:
+                return
+
+    def _make_durable(self, seq: int) -> None:
+        """Make the names of all entries up to `seq` durable."""
+        if seq <= self._durable_seq:
+            return
+        try:
+            for number in range(layout.segment(max(self._durable_seq, seq - 1)), layout.segment(seq) + 1):
+                self.files.sync_directory(layout.segment_directory(number))
+        except OSError as error:
+            raise OutcomeUnknown(
+                f"entry {seq} is written, but its name is not known to be durable ({error}); ask again with the "
+                "same request id"
+            ) from error
+        self._durable_seq = seq
+
+    # Snapshots.
+
+    def _snapshot_if_due(self) -> None:
+        behind = self.machine.seq - self._snapshot_seq
+        if behind >= SNAPSHOT_ENTRIES and self._bytes_since >= self._snapshot_bytes:
+            try:
+                self._write_snapshot()
+            except (OSError, StrawqError):
+                # Work goes on without it; the next commit tries again after as many entries.
+                self._snapshot_seq = self.machine.seq
+
+    def snapshot(self) -> int:
+        """Write the snapshot of the newest entry, durably; return its number."""
+        with self._lead:
+            self._catch_up()
+            if self.machine.seq:
+                try:
+                    self._write_snapshot()
+                except OSError as error:
+                    raise storage_failed("write", layout.snapshot(self.machine.seq), error) from error
+            return self.machine.seq
+
+    def _write_snapshot(self) -> None:
+        seq = self.machine.seq
+        self._make_durable(seq)
+        data = encode_snapshot(self.pool, seq, self._tip, self.machine.dump())
+        staged = self._stage([data])
+        with contextlib.suppress(FileExistsError):  # Same entry, same bytes: somebody may be first.
+            self.files.publish(staged, layout.snapshot(seq))
+        self._discard(staged)
+        self.files.sync_directory(layout.SNAPSHOTS)
+        self._snapshot_seq, self._snapshot_bytes, self._bytes_since = seq, len(data), 0
+
+    @property
+    def tip(self) -> str:
+        """Digest of the newest entry that this process has folded."""
+        return self._tip
+
+    @property
+    def snapshot_seq(self) -> int:
+        return self._snapshot_seq
+
+
+_PASSING = (errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EINTR, errno.EAGAIN)
+"""After one of these a publish may have worked."""
+
+
+def read_floor(files: Files, number: int) -> int:
+    """Entries below this number may be gone since trim `number`. `FileNotFoundError` if there was no such trim."""
+    path = layout.floor(number)
+    try:
+        data = files.read(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise storage_failed("read", path, error) from error
+    if not data.isdigit():
+        raise Damaged(f"floor {path} is damaged: it holds {data[:20]!r}; run `strawq verify`")
+    return int(data)
+
+
+def storage_failed(verb: str, what: str, error: OSError) -> StorageFailed:
+    """The error of a file call, as a sentence that says what to do."""
+    remedy = {
+        errno.ENOSPC: "the disk is full: free some space (`strawq gc` may help)",
+        errno.EDQUOT: "the quota is used up: free some space (`strawq gc` may help)",
+        errno.EROFS: "the file system is mounted read-only",
+        errno.EACCES: "permission denied: the pool belongs to another user",
+    }.get(error.errno or 0, "look at the mount")
+    return StorageFailed(f"cannot {verb} {what}: {error.strerror or error}; {remedy}")

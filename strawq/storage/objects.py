@@ -1,0 +1,147 @@
+"""Objects: content-addressed files of records, with their tensor packs. Content is what its name says, or it is an
+error that names it.
+
+An object is published under a path that holds its epoch, so that a path is never used twice. Bytes are durable before
+anyone refers to them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import blake3
+
+from strawq.errors import Damaged, Gone, StrawqError
+from strawq.model import ObjectRef, StoredObject
+from strawq.storage import layout
+from strawq.storage.clock import Clock
+from strawq.storage.entry import Entry
+from strawq.storage.files import Buffer, Files
+from strawq.storage.log import storage_failed
+
+_WAITS_SECONDS = (0.01, 0.05, 0.2, 0.5)
+"""A mount may show a fresh file late, or zeros for a while."""
+CACHE_BYTES = 64 << 20
+PUBLISH_TRIES = 5
+
+
+class ObjectStore:
+    """Objects of one pool. Safe from many threads."""
+
+    def __init__(self, files: Files, instance: str, clock: Clock, read_entry: Callable[[int], Entry | None]) -> None:
+        self._files = files
+        self._instance = instance
+        self._clock = clock
+        self._read_entry = read_entry
+        self._lock = threading.Lock()
+        self._staged = 0
+        self._directories: set[str] = set()
+        self._cache: OrderedDict[str, bytes] = OrderedDict()
+        self._cached = 0
+
+    def publish(
+        self, records: bytes, rows: int, epoch: int, pack: str = "", pack_buffers: Sequence[Buffer] = ()
+    ) -> ObjectRef:
+        """Store an Arrow file of `rows` records and, if given, the tensor file named `pack`, durably, in `epoch`."""
+        digest = blake3.blake3(records).hexdigest()
+        pack_bytes = sum(memoryview(part).nbytes for part in pack_buffers)
+        if pack:
+            self._write(layout.pack_file(epoch, pack), layout.object_directory(epoch, pack), pack_buffers)
+        self._write(layout.record_file(epoch, digest), layout.object_directory(epoch, digest), [records])
+        self._remember(digest, records)
+        return ObjectRef(digest, epoch, len(records), rows, pack, pack_bytes)
+
+    def _write(self, path: str, directory: str, buffers: Sequence[Buffer]) -> None:
+        for turn in range(PUBLISH_TRIES):
+            with self._lock:
+                self._staged += 1
+                staged = layout.staging(self._instance, self._staged)
+            try:
+                if directory not in self._directories:
+                    self._files.make_directory(directory)
+                    self._directories.add(directory)
+                self._files.stage(staged, buffers)
+                self._publish(staged, path)
+                self._files.sync_directory(directory)
+                return
+            except FileNotFoundError as error:
+                # The staging file or an empty directory was collected under our feet: nothing refers to either, so do
+                # it again.
+                self._directories.discard(directory)
+                if turn == PUBLISH_TRIES - 1:
+                    raise storage_failed("write", path, error) from error
+            except OSError as error:
+                raise storage_failed("write", path, error) from error
+            finally:
+                self._discard(staged)
+
+    def _publish(self, staged: str, path: str) -> None:
+        try:
+            self._files.publish(staged, path)
+        except FileExistsError:
+            return  # The name is the content: whoever was first wrote the same bytes.
+
+    def _discard(self, staged: str) -> None:
+        try:
+            self._files.remove(staged)
+        except OSError:
+            return
+
+    def read(self, stored: StoredObject) -> bytes:
+        """The Arrow file's bytes, checked against its name. `Gone` or `Damaged` name the object."""
+        digest = stored.ref.digest
+        with self._lock:
+            data = self._cache.get(digest)
+            if data is not None:
+                self._cache.move_to_end(digest)
+                return data
+        data = self._read_checked(stored)
+        self._remember(digest, data)
+        return data
+
+    def _read_checked(self, stored: StoredObject) -> bytes:
+        error: StrawqError
+        for wait in (*_WAITS_SECONDS, None):
+            name = self._name(stored)
+            try:
+                data = self._read_bytes(stored)
+                if blake3.blake3(data).hexdigest() == stored.ref.digest:
+                    return data
+                error = Damaged(
+                    f"{name} is damaged: its {len(data)} bytes do not match its name; `strawq verify` says what "
+                    "depends on it"
+                )
+            except FileNotFoundError:
+                error = Gone(f"{name} is not there: garbage collection has taken it, or it was removed by hand")
+            except OSError as failure:
+                error = storage_failed("read", name, failure)
+            if wait is None:
+                break
+            self._clock.sleep(wait)
+        raise error
+
+    def _read_bytes(self, stored: StoredObject) -> bytes:
+        if stored.ref.epoch:
+            return self._files.read(layout.record_file(stored.ref.epoch, stored.ref.digest))
+        entry = self._read_entry(stored.seq)
+        if entry is None:
+            raise FileNotFoundError(layout.entry(stored.seq))
+        return bytes(entry.payload[stored.offset : stored.offset + stored.ref.bytes])
+
+    @staticmethod
+    def _name(stored: StoredObject) -> str:
+        if stored.ref.epoch:
+            return f"object {layout.record_file(stored.ref.epoch, stored.ref.digest)}"
+        return f"object {stored.ref.digest[:12]} in log entry {layout.entry(stored.seq)}"
+
+    def _remember(self, digest: str, data: bytes) -> None:
+        if len(data) > CACHE_BYTES // 4:
+            return
+        with self._lock:
+            if digest not in self._cache:
+                self._cache[digest] = data
+                self._cached += len(data)
+            while self._cached > CACHE_BYTES:
+                self._cached -= len(self._cache.popitem(last=False)[1])

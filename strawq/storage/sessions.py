@@ -1,0 +1,85 @@
+"""Heartbeats: a counter in each session's own file. Observers time on their own clock how long it stands still.
+
+No clock of another host is ever compared. An observer that was itself asleep counts at most two of its own rounds for
+that sleep, so a machine that wakes does not take all others for dead. What is decided here is only *when* work is
+tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from strawq.model import Session
+from strawq.storage import layout
+from strawq.storage.clock import Clock
+from strawq.storage.files import Files
+
+
+class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Content of `sessions/<session>.json`. `epoch` is the newest one that the process has seen."""
+
+    session: str
+    beat: int
+    epoch: int = 0
+    instance: str = ""
+
+
+_decoder = msgspec.json.Decoder(Beat)
+
+
+def write_beat(files: Files, beat: Beat) -> None:
+    files.replace(layout.session_file(beat.session), msgspec.json.encode(beat))
+
+
+def read_beat(files: Files, session: str) -> Beat | None:
+    """The session's last beat; None if its file is missing or unreadable just now (which proves nothing)."""
+    try:
+        return _decoder.decode(files.read(layout.session_file(session)))
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+@dataclass
+class _Watched:
+    beat: int
+    still_seconds: float
+    seen_at: float
+
+
+class Observer:
+    """Decides which sessions have stopped. One for each process; called from its heartbeat thread."""
+
+    def __init__(self, files: Files, clock: Clock, round_seconds: float, known_dead: Callable[[Session], bool]) -> None:
+        self._files = files
+        self._clock = clock
+        self._round_seconds = round_seconds
+        self._known_dead = known_dead
+        self._watched: dict[str, _Watched] = {}
+
+    def stopped(self, sessions: Iterable[Session]) -> list[tuple[Session, str]]:
+        """Sessions to expire, each with the reason. Call it every `round_seconds`."""
+        found: list[tuple[Session, str]] = []
+        alive: dict[str, _Watched] = {}
+        for session in sessions:
+            if self._known_dead(session):
+                found.append((session, f"process {session.pid} on {session.host} is dead"))
+                continue
+            watched = alive[session.id] = self._watch(session)
+            if watched.still_seconds > session.lease_seconds:
+                found.append((session, f"no heartbeat for {watched.still_seconds:.1f} s"))
+        self._watched = alive
+        return found
+
+    def _watch(self, session: Session) -> _Watched:
+        now = self._clock.monotonic()
+        beat = read_beat(self._files, session.id)
+        watched = self._watched.get(session.id)
+        if watched is None:
+            return _Watched(beat.beat if beat else -1, 0.0, now)
+        if beat is not None and beat.beat != watched.beat:
+            return _Watched(beat.beat, 0.0, now)
+        elapsed = min(now - watched.seen_at, 2 * self._round_seconds)
+        return _Watched(watched.beat, watched.still_seconds + elapsed, now)
