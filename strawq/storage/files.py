@@ -9,30 +9,36 @@ Paths are relative POSIX strings below the pool's directory, made by `layout`, n
 4. No call appends to or rewrites a file in place, and no call follows a symbolic link out of the pool.
 5. A stale *positive* (`read`, `size`, `names` show a file that another host removed within the last second) is normal.
    The absence of a name that was never looked up before is always fresh. One listing proves nothing about completeness.
-6. Errors are `OSError`s with their errno: `FileNotFoundError`, `FileExistsError`, ENOSPC, EDQUOT, EIO, ESTALE, ETIMEDOUT, EROFS.
-   After EIO, ESTALE or ETIMEDOUT from `publish`, the caller does not know whether the name is there.
+6. Errors are `OSError`s with their errno: `FileNotFoundError`, `FileExistsError`, ENOSPC, EDQUOT, EIO, ESTALE,
+   ETIMEDOUT, EROFS. After EIO, ESTALE or ETIMEDOUT from `publish`, the caller does not know whether the name is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, Union, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-Buffer = Union[bytes, bytearray, memoryview]
+Buffer = bytes | bytearray | memoryview
 
 
 @runtime_checkable
 class Files(Protocol):
     """The port. All methods are synchronous and safe from many threads."""
 
+    @property
+    def keeps_staged(self) -> bool:
+        """Whether the staged name is still there after `publish`, so that the caller has it to remove."""
+        ...
+
     def stage(self, path: str, buffers: Sequence[Buffer]) -> int:
-        """Create `path` exclusively with the buffers' bytes, fsync it, return its size in bytes. On error nothing is left behind
-        that the caller must know of (a remainder under `path` may stay and is collected as staging)."""
+        """Create `path` exclusively with the buffers' bytes, fsync it, return its size in bytes. On error nothing is
+        left behind that the caller must know of (a remainder under `path` may stay and is collected as staging)."""
         ...
 
     def publish(self, staged: str, path: str) -> None:
-        """Give the staged file the name `path` if that name is free, else `FileExistsError`. The staged name may or may not be gone
-        afterwards (`link` keeps it until `remove`, `renameat2(RENAME_NOREPLACE)` does not)."""
+        """Give the staged file the name `path` if that name is free, else `FileExistsError`. `keeps_staged` tells
+        whether the staged name is there afterwards (`link` keeps it until `remove`, `renameat2(RENAME_NOREPLACE)` does
+        not)."""
         ...
 
     def replace(self, path: str, data: Buffer) -> None:
@@ -52,7 +58,8 @@ class Files(Protocol):
         ...
 
     def names(self, path: str) -> list[str]:
-        """Sorted names in the directory `path`; empty if the directory is not there."""
+        """Sorted names in the directory `path`, without those that begin with a dot; empty if the directory is not
+        there."""
         ...
 
     def remove(self, path: str) -> bool:

@@ -81,8 +81,8 @@ class MemoryFiles:
 
     def _at(self, path: str) -> tuple[_Directory, str]:
         parent, _, name = path.rpartition("/")
-        if "\0" in name:
-            raise ValueError("embedded null byte in a path")
+        if "\0" in name or path[:1] == "/":
+            raise ValueError(f"{path!r} is not a relative path below the pool")
         return self._directory(parent), name
 
     def _file(self, path: str) -> _File:

@@ -145,7 +145,7 @@ class PosixFiles:
             opened = _Directory(os.open(self.root, _DIRECTORY & ~os.O_NOFOLLOW))
         else:
             parent, _, name = path.rpartition("/")
-            if name in ("", ".", ".."):
+            if name in ("", ".", "..") or path[0] == "/":
                 raise ValueError(f"{path!r} is not a relative path below the pool")
             at = self._directory(parent)
             try:
@@ -181,6 +181,8 @@ class PosixFiles:
         """Run `call(directory fd, name)` for the path. A directory that was removed under us is looked up anew;
         `again` says that the call may also be repeated after the mount was lost."""
         parent, _, name = path.rpartition("/")
+        if path[:1] == "/":
+            raise ValueError(f"{path!r} is not a relative path below the pool")
         cached = parent in self._directories
         try:
             directory = self._directory(parent)
@@ -337,6 +339,8 @@ class PosixFiles:
             _make_root(self.root)
             self._directory("").durable = True
             return
+        if not {"", ".", ".."}.isdisjoint(path.split("/")):
+            raise ValueError(f"{path!r} is not a relative path below the pool")
         known = self._directories.get(path)
         if known is not None and known.durable and not self._is_dead(known, path):
             return

@@ -10,6 +10,7 @@ FUSE.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -21,7 +22,7 @@ import time
 from pathlib import Path
 
 _START_TIMEOUT_S = 30.0
-_STOP_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -89,16 +90,14 @@ class Client:
                 self._serving = None
 
     def unmount(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        # Detached, not waited for: somebody may still have a directory of it open.
+        # Detached first: a client asked to end does not while somebody has a directory of it open.
         if _is_mounted(self.path):
             command = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount3", "-uz"]
             subprocess.run([*command, str(self.path)], check=False, capture_output=True)
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_STOP_TIMEOUT_S)
         self.kill()
 
 
