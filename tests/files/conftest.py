@@ -62,3 +62,8 @@ def pool(pair: Pair) -> Pair:
     for name in ("", "tmp", "log"):
         pair.a.make_directory(name)
     return pair
+
+
+def refused(*codes: int) -> pytest.RaisesExc[OSError]:
+    """Expect an `OSError` with one of these errno values."""
+    return pytest.RaisesExc(OSError, check=lambda error: error.errno in codes)
