@@ -52,3 +52,13 @@ LEASE_SECONDS = 30.0
 LEASE_SECONDS_MIN = 0.2
 MAX_ATTEMPTS = 5
 MAX_EXPIRATIONS = 20
+
+# Payloads.
+CHUNK_BYTES = 256 << 10
+"""Of a tensor that share one digest: as many whole rows as fit, at least one."""
+PACK_HEADER_BYTES = 100_000_000
+"""What every safetensors reader accepts."""
+PACK_HEADER_CACHE_BYTES = 64 << 20
+"""Verified pack headers that one reader keeps."""
+READ_AGAIN_SECONDS = (0.02, 0.1)
+"""Pauses after which bytes of a pack that were absent, short or wrong are read again before that is believed."""

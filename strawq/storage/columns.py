@@ -1,0 +1,110 @@
+"""Arrow columns, built from and read as NumPy and plain Python values.
+
+The rule: a column costs a few microseconds however it is used. Columns are built whole (one call into Arrow each,
+per-token data from one concatenated buffer), and read row by row through the buffers, so that one row of a large
+object costs one row. Reading by slices of typed buffers cannot leave them, whatever the bytes say.
+
+This module imports pyarrow; import it lazily.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from strawq.errors import BadInput
+
+Array = npt.NDArray[Any]
+Cell = Callable[[int], Any]
+"""Gives the value of row i: int, float, str, bytes, an array (list of numbers), a list of tuples (list of structs),
+or None."""
+
+_OFFSET_MAX = (1 << 31) - 1
+
+
+def plain(values: Sequence[Any], kind: Any) -> Any:
+    """A column of Python scalars, str or bytes; None is null."""
+    try:
+        return pa.array(values, kind)
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        raise BadInput(f"a value does not fit an Arrow column of {kind}: {error}") from error
+
+
+def lists(arrays: Sequence[Array | None], kind: Any) -> Any:
+    """A column of lists of numbers from one-dimensional arrays of that type; None is null."""
+    offsets = np.zeros(len(arrays) + 1, np.int64)
+    present = [array for array in arrays if array is not None]
+    np.cumsum([0 if array is None else len(array) for array in arrays], out=offsets[1:])
+    if offsets[-1] > _OFFSET_MAX:
+        raise BadInput(f"{offsets[-1]} values in one Arrow column: publish fewer groups at once")
+    flat = present[0] if len(present) == 1 else np.concatenate(present) if present else np.empty(0, np.uint8)
+    values = pa.Array.from_buffers(kind.value_type, int(offsets[-1]), [None, pa.py_buffer(np.ascontiguousarray(flat))])
+    validity = None
+    if len(present) < len(arrays):
+        validity = pa.py_buffer(np.packbits([array is not None for array in arrays], bitorder="little"))
+    return pa.Array.from_buffers(
+        kind,
+        len(arrays),
+        [validity, pa.py_buffer(offsets.astype(np.int32))],
+        null_count=len(arrays) - len(present),
+        children=[values],
+    )
+
+
+def structs(rows: Sequence[Sequence[tuple[Any, ...]]], kind: Any) -> Any:
+    """A column of lists of structs; each struct a tuple in the order of its fields."""
+    if any(rows):
+        return plain(rows, kind)
+    offsets = pa.py_buffer(np.zeros(len(rows) + 1, np.int32))
+    return pa.Array.from_buffers(
+        kind, len(rows), [None, offsets], null_count=0, children=[pa.array([], kind.value_type)]
+    )
+
+
+def cells(array: Any) -> Cell:
+    """A reader of one column's rows that works on its buffers; arrays it gives are views, read-only."""
+    kind, buffers = array.type, array.buffers()
+    if array.offset:
+        raise ValueError("cells reads whole columns")
+    if pa.types.is_list(kind):
+        return _nullable(array, _lists(array))
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        offsets, data, text = _offsets(array), memoryview(buffers[2] or b""), pa.types.is_string(kind)
+        if text:
+            return _nullable(array, lambda row: str(data[offsets[row] : offsets[row + 1]], "utf-8"))
+        return _nullable(array, lambda row: bytes(data[offsets[row] : offsets[row + 1]]))
+    numbers = _numbers(array).tolist()
+    return _nullable(array, numbers.__getitem__)
+
+
+def _numbers(array: Any) -> Array:
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    return np.frombuffer(array.buffers()[1] or b"", dtype, count=len(array))
+
+
+def _offsets(array: Any) -> list[int]:
+    # An empty column may come without offsets.
+    if len(array) == 0:
+        return [0]
+    offsets: list[int] = np.frombuffer(array.buffers()[1], np.int32, count=len(array) + 1).tolist()
+    return offsets
+
+
+def _lists(array: Any) -> Cell:
+    offsets, child = _offsets(array), array.values
+    if not pa.types.is_struct(child.type):
+        numbers = _numbers(child)
+        return lambda row: numbers[offsets[row] : offsets[row + 1]]
+    fields = [cells(child.field(index)) for index in range(child.type.num_fields)]
+    return lambda row: [tuple(field(at) for field in fields) for at in range(offsets[row], offsets[row + 1])]
+
+
+def _nullable(array: Any, value: Cell) -> Cell:
+    if array.null_count == 0:
+        return value
+    valid = np.unpackbits(np.frombuffer(array.buffers()[0], np.uint8), bitorder="little")[: len(array)].tolist()
+    return lambda row: value(row) if valid[row] else None
