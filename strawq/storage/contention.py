@@ -7,7 +7,7 @@ does not exist, commits are as safe as without.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from filelock import FileLock, Timeout
@@ -26,18 +26,15 @@ class AdvisoryLock(Protocol):
 
     def lost_race(self) -> None: ...
 
-    def held(self) -> _Context: ...
-
-
-class _Context(Protocol):
-    def __enter__(self) -> object: ...
-    def __exit__(self, *exc: object) -> object: ...
+    def held(self) -> AbstractContextManager[None]: ...
 
 
 class NoLock:
     """For simulations and files without a path."""
 
-    contended = True
+    @property
+    def contended(self) -> bool:
+        return True
 
     def lost_race(self) -> None:
         return None

@@ -42,16 +42,15 @@ class ObjectStore:
         self._cached = 0
 
     def publish(
-        self, records: bytes, rows: int, epoch: int, pack: str = "", pack_buffers: Sequence[Buffer] = ()
+        self, records: Buffer, digest: str, rows: int, epoch: int, pack: str = "", pack_buffers: Sequence[Buffer] = ()
     ) -> ObjectRef:
-        """Store an Arrow file of `rows` records and, if given, the tensor file named `pack`, durably, in `epoch`."""
-        digest = blake3.blake3(records).hexdigest()
+        """Store an Arrow file of `rows` records named `digest` and, if given, the tensor file named `pack`, durably, in
+        `epoch`."""
         pack_bytes = sum(memoryview(part).nbytes for part in pack_buffers)
         if pack:
             self._write(layout.pack_file(epoch, pack), layout.object_directory(epoch, pack), pack_buffers)
         self._write(layout.record_file(epoch, digest), layout.object_directory(epoch, digest), [records])
-        self._remember(digest, records)
-        return ObjectRef(digest, epoch, len(records), rows, pack, pack_bytes)
+        return ObjectRef(digest, epoch, memoryview(records).nbytes, rows, pack, pack_bytes)
 
     def _write(self, path: str, directory: str, buffers: Sequence[Buffer]) -> None:
         for turn in range(PUBLISH_TRIES):

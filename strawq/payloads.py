@@ -1,0 +1,143 @@
+"""Between groups in memory and objects on disk: what is new becomes a publication, what is stored becomes a group
+again.
+
+A publication that is small and has no tensors rides inside the log entry that refers to it; any other is stored,
+durably, before it is referred to. Imports pyarrow only when the first record is written or read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from strawq.core import events as e
+from strawq.errors import BadInput, Damaged, StorageFailed
+from strawq.handles import Held
+from strawq.limits import INLINE_OBJECT_BYTES, OBJECT_BYTES, ROWS_PER_OBJECT
+from strawq.model import ObjectRef, Slice, StoredObject
+from strawq.storage import layout
+from strawq.storage.files import Buffer, Files
+from strawq.storage.objects import ObjectStore
+
+if TYPE_CHECKING:
+    from strawq.rows import Rows
+    from strawq.samples import Group, Prompt
+    from strawq.storage.records import Publication, Records, TensorRef
+
+T = TypeVar("T")
+_OPENED = 256
+_REPUBLISH_TRIES = 20
+
+
+class Payloads:
+    """Reads and writes the data of one pool's groups. Safe from many threads."""
+
+    def __init__(self, files: Files, objects: ObjectStore, epoch: Callable[[], int]) -> None:
+        self._files = files
+        self._objects = objects
+        self._epoch = epoch
+        self._lock = threading.Lock()
+        self._opened: OrderedDict[str, Records] = OrderedDict()
+
+    def split_prompts(self, prompts: Iterable[Prompt]) -> Iterator[Publication]:
+        """Publications of at most `ROWS_PER_OBJECT` prompts and about `OBJECT_BYTES` each."""
+        from strawq.storage.records import encode_prompts
+
+        part: list[Prompt] = []
+        size = 0
+        for prompt in prompts:
+            part.append(prompt)
+            size += 200 + len(prompt.payload or b"") + len(prompt.text or "")
+            size += 4 * len(prompt.tokens) if prompt.tokens is not None else 0
+            if len(part) == ROWS_PER_OBJECT or size >= OBJECT_BYTES:
+                yield encode_prompts(part)
+                part, size = [], 0
+        if part:
+            yield encode_prompts(part)
+
+    def publish(
+        self, publications: Sequence[Publication], commit: Callable[[tuple[ObjectRef, ...], dict[str, Buffer]], T]
+    ) -> T:
+        """Store what must be stored and call `commit` with the references and the inline bytes. When garbage
+        collection has closed the epoch in between, the objects are stored again in a young one: nothing refers to the
+        old ones."""
+        for _ in range(_REPUBLISH_TRIES):
+            epoch = self._epoch()
+            refs: list[ObjectRef] = []
+            payloads: dict[str, Buffer] = {}
+            for publication in publications:
+                size = publication.records.nbytes
+                if publication.pack is None and size <= INLINE_OBJECT_BYTES:
+                    refs.append(ObjectRef(publication.digest, 0, size, publication.rows))
+                    payloads[publication.digest] = publication.records
+                else:
+                    pack = publication.pack
+                    refs.append(
+                        self._objects.publish(
+                            publication.records,
+                            publication.digest,
+                            publication.rows,
+                            epoch,
+                            pack.digest if pack else "",
+                            pack.buffers if pack else (),
+                        )
+                    )
+            answer = commit(tuple(refs), payloads)
+            if not (isinstance(answer, e.Refusal) and answer.status == "epoch_closed"):
+                return answer
+        raise StorageFailed(
+            f"garbage collection closed the epoch {_REPUBLISH_TRIES} times before this publication was committed"
+        )
+
+    def load(self, held: Held, task_id: str = "") -> Group:
+        """The group as it is stored: its prompt and everything saved so far, checked. Tensors are read when they are
+        touched."""
+        from strawq.storage.growth import fold
+        from strawq.storage.records import decode_segments
+
+        task = held.task
+        prompt = self.prompt(held)
+        rows: list[Any] = []
+        for part in task.parts[1:]:
+            rows.extend(decode_segments(self._records(held.objects, part), part.start, part.stop))
+        packs = {stored.ref.pack: stored.ref for stored in held.objects.values() if stored.ref.pack}
+        return fold(task_id or task.id, prompt, rows, lambda ref: self._open_rows(ref, packs))
+
+    def prompt(self, held: Held) -> Prompt:
+        """The group's prompt alone."""
+        from strawq.storage.records import decode_prompts
+
+        part = held.task.parts[0]
+        return decode_prompts(self._records(held.objects, part), part.start, part.stop)[0]
+
+    def _open_rows(self, ref: TensorRef, packs: dict[str, ObjectRef]) -> Rows:
+        from strawq.storage.packs import open_pack
+
+        owner = packs.get(ref.pack)
+        if owner is None:
+            raise Damaged(f"tensor {ref.name} is in pack {ref.pack[:12]}, to which no object of this group refers")
+        return open_pack(self._files, layout.pack_file(owner.epoch, ref.pack), ref.pack).rows(ref)
+
+    def _records(self, objects: dict[str, StoredObject], part: Slice) -> Records:
+        from strawq.storage.records import open_records
+
+        with self._lock:
+            records = self._opened.get(part.object)
+            if records is not None:
+                self._opened.move_to_end(part.object)
+                return records
+        stored = objects[part.object]
+        path = layout.record_file(stored.ref.epoch, part.object) if stored.ref.epoch else layout.entry(stored.seq)
+        records = open_records(self._objects.read(stored), path)
+        with self._lock:
+            self._opened[part.object] = records
+            while len(self._opened) > _OPENED:
+                self._opened.popitem(last=False)
+        return records
+
+
+def require_prompts(prompts: Sequence[Prompt]) -> None:
+    if not prompts:
+        raise BadInput("there is no prompt to submit")

@@ -1,0 +1,331 @@
+"""A pool: one directory of immutable files, opened by any number of processes at once. No server, and none of them is
+special.
+
+`Pool.init` makes one, `Pool.open` opens it, `pool.queue(name)` is where the work is. Every call is safe from many
+threads; a call that changes something returns when the change is durable.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from strawq.core import commands as c
+from strawq.core import events as e
+from strawq.core.machine import Machine
+from strawq.core.names import require_name
+from strawq.errors import BadInput, Damaged, FormatUnsupported, NotAPool
+from strawq.inspection import Inspection, inspect_state
+from strawq.limits import FORMAT_VERSION, LEASE_SECONDS
+from strawq.model import PoolHeader, QueueConfig
+from strawq.payloads import Payloads
+from strawq.queue import Queue
+from strawq.session import SessionKeeper
+from strawq.storage import layout
+from strawq.storage.clock import Clock, SystemClock
+from strawq.storage.contention import AdvisoryLock, CommitLock, NoLock
+from strawq.storage.files import Buffer, Files
+from strawq.storage.log import CommitLog, storage_failed
+from strawq.storage.objects import ObjectStore
+from strawq.storage.posix import PosixFiles
+
+T = TypeVar("T")
+DEFAULT_QUEUE = "rollout"
+
+
+class Pool:
+    """An open pool. Use as a context manager, or call `close()`: a clean stop gives leases back at once."""
+
+    def __init__(
+        self,
+        files: Files,
+        *,
+        path: str = "",
+        role: str = "",
+        lease_seconds: float = LEASE_SECONDS,
+        clock: Clock | None = None,
+        lock: AdvisoryLock | None = None,
+        background: bool = True,
+        keeper: Callable[..., SessionKeeper] = SessionKeeper,
+    ) -> None:
+        self.files = files
+        self.path = path
+        self.clock = clock or SystemClock()
+        self.header = read_header(files, path)
+        self.instance = self.clock.new_id()
+        self.log: CommitLog[Machine] = CommitLog(
+            files, Machine(), self.header.pool_id, self.instance, self.clock, lock or NoLock()
+        )
+        self.objects = ObjectStore(files, self.instance, self.clock, self.log.read_entry)
+        self.payloads = Payloads(files, self.objects, lambda: self.log.peek(lambda machine: machine.state.meta.epoch))
+        self.keeper = keeper(self.log, self.clock, self.instance, role, lease_seconds, background)
+        self._requests = 0
+        self._counter = threading.Lock()
+        self._queues: dict[str, Queue] = {}
+
+    @classmethod
+    def init(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        run_id: str = "rollout",
+        storage_profile: str = "local",
+        queues: Mapping[str, QueueConfig] | Sequence[str] = (DEFAULT_QUEUE,),
+        exclusive_create: str = "link",
+        declaration: Mapping[str, str | int | float | bool | None] | None = None,
+        forced: Sequence[str] = (),
+        **options: Any,
+    ) -> Pool:
+        """Make a pool in the directory `path` (new or empty) and open it. `options` as for `open`. `BadInput` if one
+        is there."""
+        require_name(run_id, "run")
+        root = Path(path).expanduser().absolute()
+        configs = dict(queues) if isinstance(queues, Mapping) else {name: QueueConfig() for name in queues}
+        for name in configs:
+            require_name(name, "queue")
+        if root.exists() and not root.is_dir():
+            raise BadInput(f"{root} is not a directory")
+        foreign = sorted(set(os.listdir(root)) - set(layout.DIRECTORIES) - _MOUNT_NAMES) if root.is_dir() else []
+        if layout.HEADER in foreign:
+            raise BadInput(f"{root} holds a pool already; open it, or choose another directory")
+        if foreign:
+            raise BadInput(f"{root} is not empty (it holds {foreign[0]!r}); choose a new directory for the pool")
+        if exclusive_create not in ("link", "rename"):
+            raise BadInput(f"exclusive_create is link or rename, not {exclusive_create!r}")
+        header = PoolHeader(
+            format_version=FORMAT_VERSION,
+            pool_id=SystemClock().new_id(),
+            run_id=run_id,
+            storage_profile=storage_profile,
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            exclusive_create="rename" if exclusive_create == "rename" else "link",
+            declaration=dict(declaration) if declaration is not None else None,
+            forced=tuple(forced),
+        )
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            create_pool(PosixFiles(root, header.exclusive_create), header)
+        except FileExistsError as error:
+            raise BadInput(f"{root} holds a pool already; open it, or choose another directory") from error
+        except OSError as error:
+            raise storage_failed("make a pool in", str(root), error) from error
+        pool = cls.open(root, **options)
+        for name, config in configs.items():
+            pool.configure(name, config)
+        return pool
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        role: str = "",
+        lease_seconds: float = LEASE_SECONDS,
+        background: bool = True,
+    ) -> Pool:
+        """Open the pool in directory `path`. Costs what is live, not what has happened.
+
+        `role` is what `inspect` shows for this process; `lease_seconds` how long it may stand still before others
+        take its work."""
+        root = Path(path).expanduser().absolute()
+        if not root.is_dir():
+            raise NotAPool(f"{root} is not a directory; make a pool with `strawq init {path}`")
+        clock = SystemClock()
+        header = read_header(PosixFiles(root), str(root))
+        return cls(
+            PosixFiles(root, header.exclusive_create),
+            path=str(root),
+            role=role,
+            lease_seconds=lease_seconds,
+            clock=clock,
+            lock=CommitLock(str(root / layout.COMMIT_LOCK), clock),
+            background=background,
+        )
+
+    # Queues.
+
+    def queue(self, name: str = DEFAULT_QUEUE) -> Queue:
+        """The queue `name`. `BadInput` if the pool has none of that name."""
+        if name not in self._queues:
+            self.log.refresh()
+            known = self.log.peek(lambda machine: list(machine.state.branch.queues))
+            if name not in known:
+                raise BadInput(
+                    f"there is no queue {name!r} in {self.path or 'this pool'} (queues: {', '.join(known) or 'none'})"
+                )
+            self._queues[name] = Queue(self, name)
+        return self._queues[name]
+
+    def configure(self, name: str, config: QueueConfig | None = None) -> Queue:
+        """Create the queue, or change its settings."""
+        self.commit(c.Configure(request=self.new_request(), queue=name, config=config or QueueConfig()))
+        self._queues.setdefault(name, Queue(self, name))
+        return self._queues[name]
+
+    def queues(self) -> list[str]:
+        names: list[str] = self.log.refresh(lambda machine: list(machine.state.branch.queues))
+        return names
+
+    # The policy.
+
+    def policy_version(self) -> str:
+        version: str = self.log.refresh(lambda machine: machine.state.branch.meta.policy_version)
+        return version
+
+    def publish_version(self, version: str | int) -> None:
+        """Record that the engines serve `version` from now on. It never goes back, except by a rollback."""
+        self.commit(c.PublishVersion(request=self.new_request(), version=str(version)))
+
+    def pause(self, reason: str = "") -> None:
+        """Stop admission: `acquire` answers `paused` everywhere until `resume`. Leases are kept."""
+        self.commit(c.PauseAdmission(request=self.new_request(), reason=reason, session=self.keeper.current))
+
+    def acknowledge_pause(self) -> None:
+        """Say that this process's engines have stopped."""
+        self.commit(c.AcknowledgePause(request=self.new_request(), session=self.keeper.require()))
+
+    def resume(self, version: str | int | None = None) -> None:
+        """Let admission go on, with a new policy version if one is given."""
+        self.commit(c.Resume(request=self.new_request(), version="" if version is None else str(version)))
+
+    # Lifetime.
+
+    def checkpoint(
+        self, name: str, metadata: Mapping[str, Any] | None = None, bindings: Mapping[str, str] | None = None
+    ) -> int:
+        """Root everything that is live at one log position under `name`; returns that position.
+
+        `bindings` are digests of files outside (a model checkpoint's manifest) that a rollback can be checked
+        against."""
+        command = c.TakeCheckpoint(
+            request=self.new_request(),
+            name=name,
+            metadata=msgspec.json.encode(metadata).decode() if metadata else "",
+            bindings=tuple((bindings or {}).items()),
+            time_ms=self.clock.wall_ms(),
+        )
+        seq: int = self.commit(command, view=lambda machine, _: machine.seq + 1)
+        return seq
+
+    def drop_checkpoint(self, name: str) -> None:
+        self.commit(c.DropCheckpoint(request=self.new_request(), name=name))
+
+    def rollback(self, target: str, bindings: Mapping[str, str] | None = None, branch: str = "") -> str:
+        """Go on from a checkpoint, or from where a branch was left, on a new branch; returns its name. Every lease of
+        the old one ends."""
+        command = c.Rollback(
+            request=self.new_request(), target=target, branch=branch, bindings=tuple((bindings or {}).items())
+        )
+        name: str = self.commit(command, view=lambda machine, _: machine.state.active.row)
+        self._queues.clear()
+        return name
+
+    def drop_branch(self, name: str) -> None:
+        self.commit(c.DropBranch(request=self.new_request(), name=name))
+
+    def snapshot(self) -> int:
+        """Write a snapshot of the newest entry; returns its number."""
+        return self.log.snapshot()
+
+    def inspect(self) -> Inspection:
+        """Counts of one log position; they always add up."""
+        counted: Inspection = self.log.refresh(lambda machine: inspect_state(machine.state, self.header))
+        return counted
+
+    def branch(self) -> str:
+        """The active branch as far as this process knows; a session's thread keeps it fresh to within a second."""
+        name: str = self.log.peek(lambda machine: machine.state.active.row)
+        return name
+
+    # What the queues use.
+
+    def standing(self) -> tuple[str, bool]:
+        """The active branch, and whether this process's session is live; a session that is not is forgotten."""
+        session = self.keeper.current
+
+        def look(machine: Machine) -> tuple[str, bool]:
+            return machine.state.active.row, session in machine.state.sessions
+
+        branch, alive = self.log.refresh(look)
+        if not alive:
+            self.keeper.forget()
+        return branch, alive
+
+    def new_request(self) -> str:
+        with self._counter:
+            self._requests += 1
+            return f"{self.instance[:16]}.{self._requests}"
+
+    def commit(
+        self,
+        command: c.AnyCommand,
+        payloads: Mapping[str, Buffer] | None = None,
+        view: Callable[[Machine, Any], T] | None = None,
+    ) -> Any:
+        """Commit a command of this process. Returns its event or refusal, or what `view` makes of an event."""
+        self.keeper.require_same_process()
+        machine = self.log.machine
+
+        def look(answer: Any) -> Any:
+            return answer if view is None or isinstance(answer, e.Refusal) else view(machine, answer)
+
+        return self.log.commit(command, payloads, look)
+
+    def close(self) -> None:
+        self.keeper.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_MOUNT_NAMES = frozenset({".accesslog", ".config", ".stats", ".trash", "lost+found"})
+"""What a mount's own root may hold."""
+
+
+def create_pool(files: Files, header: PoolHeader) -> None:
+    """Write the directories and, last, the header that makes them a pool. `FileExistsError` if somebody was first."""
+    for directory in layout.DIRECTORIES:
+        files.make_directory(directory)
+    staged = layout.staging(header.pool_id, 0)
+    files.stage(staged, [msgspec.json.format(msgspec.json.encode(header), indent=2) + b"\n"])
+    try:
+        files.publish(staged, layout.HEADER)
+    finally:
+        files.remove(staged)
+    files.sync_directory("")
+
+
+def read_header(files: Files, path: str) -> PoolHeader:
+    """`strawq.json`. `NotAPool`, `FormatUnsupported` or `Damaged` say what is wrong with it."""
+    where = path or "this directory"
+    try:
+        data = files.read(layout.HEADER)
+    except FileNotFoundError as error:
+        raise NotAPool(f"{where} is not a pool: it has no {layout.HEADER}; make one with `strawq init`") from error
+    except OSError as error:
+        raise storage_failed("read", f"{where}/{layout.HEADER}", error) from error
+    try:
+        version = msgspec.json.decode(data, type=_Version).format_version
+        if version != FORMAT_VERSION:
+            raise FormatUnsupported(
+                f"{where} has format version {version}; this strawq reads version {FORMAT_VERSION}: use a "
+                f"{'newer' if version > FORMAT_VERSION else 'matching'} strawq"
+            )
+        return msgspec.json.decode(data, type=PoolHeader)
+    except msgspec.MsgspecError as error:
+        raise Damaged(
+            f"{where}/{layout.HEADER} is damaged ({error}); restore it from a copy: without it the pool is not opened"
+        ) from error
+
+
+class _Version(msgspec.Struct):
+    format_version: int

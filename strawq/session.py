@@ -1,0 +1,159 @@
+"""This process's session: joined when the first lease is wanted, kept alive by a thread of its own, left on a clean
+stop.
+
+The thread also watches the other sessions and expires those that have stopped, and folds new log entries, so that a
+rollback is noticed within a second. Losing the session (we were taken for dead) is not an error here: the next piece
+of work joins with a fresh id.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from strawq.core.commands import Expire, Join, Leave
+from strawq.core.machine import Machine
+from strawq.errors import BadInput, StrawqError
+from strawq.limits import LEASE_SECONDS_MIN
+from strawq.model import Session
+from strawq.storage import layout
+from strawq.storage.clock import Clock
+from strawq.storage.log import CommitLog
+from strawq.storage.process import known_dead, this_process
+from strawq.storage.sessions import Beat, Observer, write_beat
+
+logger = logging.getLogger("strawq.session")
+
+BEATS_PER_LEASE = 4
+ROUND_SECONDS_MAX = 1.0
+
+
+class SessionKeeper:
+    """Joins, beats, watches, leaves. `round()` is one heartbeat and one look at the others; a thread calls it, or a
+    simulation does."""
+
+    def __init__(
+        self,
+        log: CommitLog[Machine],
+        clock: Clock,
+        instance: str,
+        role: str,
+        lease_seconds: float,
+        background: bool = True,
+        identify: Callable[[str, str, float], Session] = this_process,
+        dead: Callable[[Session], bool] = known_dead,
+    ) -> None:
+        if not lease_seconds >= LEASE_SECONDS_MIN:
+            raise BadInput(f"a lease of {lease_seconds} s is too short; at least {LEASE_SECONDS_MIN} s")
+        self.current = ""
+        self.lost: list[str] = []
+        """Sessions of this process that others took for dead."""
+        self.round_seconds = min(lease_seconds / BEATS_PER_LEASE, ROUND_SECONDS_MAX)
+        self._log = log
+        self._clock = clock
+        self._instance = instance
+        self._role = role
+        self._lease_seconds = lease_seconds
+        self._background = background
+        self._identify = identify
+        self._observer = Observer(log.files, clock, self.round_seconds, dead)
+        self._joined = 0
+        self._beat = 0
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def require(self) -> str:
+        """The id of a live session of this process, joining if there is none."""
+        self.require_same_process()
+        with self._lock:
+            if not self.current:
+                self._join()
+            return self.current
+
+    def require_same_process(self) -> None:
+        """A fork copies memory, not identity: the child must open the pool for itself, and its exit releases
+        nothing."""
+        if os.getpid() != self._pid:
+            raise BadInput("this pool was opened before a fork; open it again in the child process")
+
+    def _join(self) -> None:
+        self._joined += 1
+        session = f"{self._instance[:16]}-{self._joined}"
+        self._beat = 1
+        write_beat(self._log.files, Beat(session, self._beat, 0, self._instance))
+        self._log.commit(
+            Join(request=f"join-{session}", session=self._identify(session, self._role, self._lease_seconds))
+        )
+        self.current = session
+        if self._background and self._thread is None:
+            self._thread = threading.Thread(target=self._keep, name="strawq-heartbeat", daemon=True)
+            self._thread.start()
+
+    def _keep(self) -> None:
+        while not self._stop.wait(self.round_seconds):
+            try:
+                self.round()
+            except (OSError, StrawqError) as error:
+                # The next round tries again; if the mount stays away, others expire us, which is right.
+                logger.warning("heartbeat of session %s failed: %s", self.current, error)
+
+    def round(self) -> list[str]:
+        """One heartbeat, one look around. Returns the sessions that were expired."""
+        self.beat()
+        sessions = self._log.refresh(lambda machine: list(machine.state.sessions.values()))
+        self._notice({session.id for session in sessions})
+        return [self._expire(session, reason) for session, reason in self._observer.stopped(self._others(sessions))]
+
+    def beat(self) -> None:
+        with self._lock:
+            session = self.current
+            self._beat += 1
+            if session:
+                epoch = self._log.peek(lambda machine: machine.state.meta.epoch)
+                write_beat(self._log.files, Beat(session, self._beat, epoch, self._instance))
+
+    def _others(self, sessions: list[Session]) -> list[Session]:
+        return [session for session in sessions if session.id != self.current]
+
+    def _notice(self, live: set[str]) -> None:
+        with self._lock:
+            if self.current and self.current not in live:
+                logger.warning(
+                    "session %s was taken for dead (this process stood still longer than its lease); its leases "
+                    "belong to others "
+                    "now, nothing of them will be committed; going on with a new session",
+                    self.current,
+                )
+                self.forget()
+
+    def forget(self) -> None:
+        """The session is not ours any more; the next work joins anew."""
+        with self._lock:
+            if self.current:
+                self.lost.append(self.current)
+                self.current = ""
+
+    def _expire(self, session: Session, reason: str) -> str:
+        self._log.commit(Expire(request=f"expire-{session.id}", session=session.id, reason=reason))
+        logger.warning(
+            "session %s (%s, pid %d) expired: %s; its leases are free", session.id, session.host, session.pid, reason
+        )
+        self._log.files.remove(layout.session_file(session.id))
+        return session.id
+
+    def close(self) -> None:
+        """Give leases and batches back and stop the thread. In a forked child: nothing."""
+        if os.getpid() != self._pid:
+            return
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=10)
+        with self._lock:
+            session, self.current = self.current, ""
+            if session:
+                self._log.commit(Leave(request=f"leave-{session}", session=session))
+                self._log.files.remove(layout.session_file(session))
