@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from strawq.errors import BadInput, Misaligned
 from strawq.model import UNVERSIONED, VersionSpan, policy_number
-from strawq.rows import Rows, append_rows, dtype_name, head, shape_of, values
+from strawq.rows import Rows, append_rows, head
 
 Status = Literal["pending", "completed", "truncated", "aborted", "failed"]
 STATUSES: tuple[str, ...] = get_args(Status)

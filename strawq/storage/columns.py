@@ -10,6 +10,8 @@ This module imports pyarrow; import it lazily.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -36,20 +38,19 @@ def plain(values: Sequence[Any], kind: Any) -> Any:
 
 def lists(arrays: Sequence[Array | None], kind: Any) -> Any:
     """A column of lists of numbers from one-dimensional arrays of that type; None is null."""
-    offsets = np.zeros(len(arrays) + 1, np.int64)
     present = [array for array in arrays if array is not None]
-    np.cumsum([0 if array is None else len(array) for array in arrays], out=offsets[1:])
+    offsets = [0, *accumulate(0 if array is None else len(array) for array in arrays)]
     if offsets[-1] > _OFFSET_MAX:
         raise BadInput(f"{offsets[-1]} values in one Arrow column: publish fewer groups at once")
     flat = present[0] if len(present) == 1 else np.concatenate(present) if present else np.empty(0, np.uint8)
-    values = pa.Array.from_buffers(kind.value_type, int(offsets[-1]), [None, pa.py_buffer(np.ascontiguousarray(flat))])
+    values = pa.Array.from_buffers(kind.value_type, offsets[-1], [None, pa.py_buffer(np.ascontiguousarray(flat))])
     validity = None
     if len(present) < len(arrays):
         validity = pa.py_buffer(np.packbits([array is not None for array in arrays], bitorder="little"))
     return pa.Array.from_buffers(
         kind,
         len(arrays),
-        [validity, pa.py_buffer(offsets.astype(np.int32))],
+        [validity, pa.py_buffer(np.array(offsets, np.int32))],
         null_count=len(arrays) - len(present),
         children=[values],
     )
@@ -60,9 +61,12 @@ def structs(rows: Sequence[Sequence[tuple[Any, ...]]], kind: Any) -> Any:
     if any(rows):
         return plain(rows, kind)
     offsets = pa.py_buffer(np.zeros(len(rows) + 1, np.int32))
-    return pa.Array.from_buffers(
-        kind, len(rows), [None, offsets], null_count=0, children=[pa.array([], kind.value_type)]
-    )
+    return pa.Array.from_buffers(kind, len(rows), [None, offsets], null_count=0, children=[_no_values(kind)])
+
+
+@lru_cache(maxsize=16)
+def _no_values(kind: Any) -> Any:
+    return pa.array([], kind.value_type)
 
 
 def cells(array: Any) -> Cell:

@@ -93,6 +93,8 @@ SEGMENTS = _schema(
         "tensors": _TENSORS,
     },
 )
+# Given, or pyarrow asks the environment for a legacy format on every file.
+_WRITE_OPTIONS = pa.ipc.IpcWriteOptions()
 _SCHEMAS = {"prompts": PROMPTS, "segments": SEGMENTS}
 
 
@@ -256,7 +258,7 @@ def _publication(
 ) -> Publication:
     batch = pa.RecordBatch.from_arrays(table, schema=schema)
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema) as writer:
+    with pa.ipc.new_file(sink, schema, options=_WRITE_OPTIONS) as writer:
         writer.write_batch(batch)
     data = memoryview(sink.getvalue()).cast("B")
     return Publication(data, blake3(data).hexdigest(), batch.num_rows, slices, pack)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from strawq.limits import CHUNK_BYTES, PACK_HEADER_BYTES, PACK_HEADER_CACHE_BYTE
 from strawq.rows import STORABLE, Rows, span, torch_rows, values
 from strawq.storage.files import Files
 from strawq.storage.packs import PackedTensor, PackHeader
+
+if TYPE_CHECKING:
+    from strawq.storage.records import TensorRef
 
 Array = npt.NDArray[Any]
 Answer = TypeVar("Answer")
@@ -62,6 +65,10 @@ class PackReader:
             while self._held > self._cache_bytes and len(self._headers) > 1:
                 self._held -= self._headers.popitem(last=False)[1].bytes
         return header
+
+    def rows(self, path: str, ref: TensorRef, label: str = "") -> StoredRows:
+        """The rows that a record refers to, in the pack at `path`, unread. `label` names the record in messages."""
+        return StoredRows(self, path, ref.pack, ref.key, ref.shape, ref.dtype, label)
 
     def verify(self, path: str, digest: str) -> int:
         """Check every byte of a pack, header, padding and size included; return its size in bytes. `Damaged`,
