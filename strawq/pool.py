@@ -23,7 +23,7 @@ from strawq.core.names import require_name
 from strawq.errors import BadInput, Damaged, FormatUnsupported, NotAPool
 from strawq.inspection import Inspection, inspect_state
 from strawq.limits import FORMAT_VERSION, LEASE_SECONDS
-from strawq.model import PoolHeader, QueueConfig
+from strawq.model import PoolHeader, QueueConfig, StoredObject
 from strawq.payloads import Payloads
 from strawq.queue import Queue
 from strawq.session import SessionKeeper
@@ -34,6 +34,7 @@ from strawq.storage.files import Buffer, Files
 from strawq.storage.log import CommitLog, storage_failed
 from strawq.storage.objects import ObjectStore
 from strawq.storage.posix import PosixFiles
+from strawq.storage.staging import Staging
 
 T = TypeVar("T")
 DEFAULT_QUEUE = "rollout"
@@ -59,11 +60,12 @@ class Pool:
         self.clock = clock or SystemClock()
         self.header = read_header(files, path)
         self.instance = self.clock.new_id()
+        self.staging = Staging(files, self.instance)
         self.log: CommitLog[Machine] = CommitLog(
-            files, Machine(), self.header.pool_id, self.instance, self.clock, lock or NoLock()
+            self.staging, Machine(), self.header.pool_id, self.clock, lock or NoLock()
         )
-        self.objects = ObjectStore(files, self.instance, self.clock, self.log.read_entry)
-        self.payloads = Payloads(files, self.objects, lambda: self.log.peek(lambda machine: machine.state.meta.epoch))
+        self.objects = ObjectStore(self.staging, self.clock, self.log.read_entry)
+        self.payloads = Payloads(files, self.objects, self.epoch, self.locate)
         self.keeper = keeper(self.log, self.clock, self.instance, role, lease_seconds, background)
         self._requests = 0
         self._counter = threading.Lock()
@@ -257,6 +259,16 @@ class Pool:
             self.keeper.forget()
         return branch, alive
 
+    def epoch(self) -> int:
+        """The epoch in which new objects are born, as far as this process knows."""
+        number: int = self.log.peek(lambda machine: machine.state.meta.epoch)
+        return number
+
+    def locate(self, digest: str) -> StoredObject | None:
+        """Where an object's bytes are now; None if nothing reaches it any more."""
+        row: StoredObject | None = self.log.refresh(lambda machine: machine.state.objects.get(digest))
+        return row
+
     def new_request(self) -> str:
         with self._counter:
             self._requests += 1
@@ -295,12 +307,10 @@ def create_pool(files: Files, header: PoolHeader) -> None:
     """Write the directories and, last, the header that makes them a pool. `FileExistsError` if somebody was first."""
     for directory in layout.DIRECTORIES:
         files.make_directory(directory)
-    staged = layout.staging(header.pool_id, 0)
-    files.stage(staged, [msgspec.json.format(msgspec.json.encode(header), indent=2) + b"\n"])
-    try:
-        files.publish(staged, layout.HEADER)
-    finally:
-        files.remove(staged)
+    staging = Staging(files, header.pool_id)
+    staged = staging.write([msgspec.json.format(msgspec.json.encode(header), indent=2) + b"\n"])
+    if not staging.publish(staged, layout.HEADER):
+        raise FileExistsError(layout.HEADER)
     files.sync_directory("")
 
 

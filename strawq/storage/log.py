@@ -13,7 +13,6 @@ entry was a commit or a ghost. We remove the ghost, reload, and ask the state by
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +35,7 @@ from strawq.storage.contention import AdvisoryLock
 from strawq.storage.entry import Entry, EntryLine, decode_entry, encode_entry
 from strawq.storage.files import Buffer, Files
 from strawq.storage.snapshots import encode_snapshot, usable_snapshots
+from strawq.storage.staging import Staging
 
 M = TypeVar("M", bound="Machine")
 GENESIS = "0" * 64
@@ -87,21 +87,20 @@ class _Ticket:
 class CommitLog(Generic[M]):
     """The log of one pool, opened by one process. Safe from many threads."""
 
-    def __init__(self, files: Files, machine: M, pool: str, instance: str, clock: Clock, lock: AdvisoryLock) -> None:
-        self.files = files
+    def __init__(self, staging: Staging, machine: M, pool: str, clock: Clock, lock: AdvisoryLock) -> None:
+        self.files = staging.files
+        self.staging = staging
         self.machine = machine
         self.pool = pool
         self.damage: dict[str, str] = {}
         """Damaged snapshots that were passed over, by path."""
         self.commits = 0
         self.races_lost = 0
-        self._instance = instance
         self._clock = clock
         self._advisory = lock
         self._lead = threading.Lock()
         self._line = threading.Lock()
         self._waiting: list[_Ticket] = []
-        self._staged = 0
         self._tip = GENESIS
         self._durable_seq = 0
         self._segment_made = -1
@@ -358,7 +357,7 @@ class CommitLog(Generic[M]):
             seq=seq,
             prev=self._tip,
             id=self._clock.new_id(),
-            session=self._instance,
+            session=self.staging.instance,
             time_ms=self._clock.wall_ms(),
             events=[msgspec.Raw(machine.encode(event)) for event in events],
             inline=sizes,
@@ -391,14 +390,12 @@ class CommitLog(Generic[M]):
         for turn in range(UNKNOWN_TRIES):
             try:
                 if not staged:
-                    staged = self._stage(buffers)
-                self.files.publish(staged, path)
-                self._discard(staged)
-                return True
-            except FileExistsError:
+                    staged = self.staging.write(buffers)
+                if self.staging.publish(staged, path):
+                    return True
+                staged = ""
                 mine = self._is_ours(seq, commit_id)
                 if mine is not None:
-                    self._discard(staged)
                     return mine
             except FileNotFoundError:
                 # Our staged file was collected, or a rename whose reply was lost has consumed it. Publishing again is
@@ -408,11 +405,11 @@ class CommitLog(Generic[M]):
                 self._make_segment(seq)
             except OSError as error:
                 if unknown is None and (not staged or error.errno not in _PASSING):
-                    self._discard(staged)
+                    self.staging.discard(staged)
                     raise
                 unknown = error
                 if self._is_ours(seq, commit_id):
-                    self._discard(staged)
+                    self.staging.discard(staged)
                     return True
             self._clock.sleep(0.005 * 2**turn * (0.5 + self._clock.jitter()))
         raise OutcomeUnknown(
@@ -423,20 +420,6 @@ class CommitLog(Generic[M]):
         """Whether the entry that stands at `seq` carries our commit id; None if none stands there."""
         entry = self.read_entry(seq)
         return None if entry is None else entry.line.id == commit_id
-
-    def _stage(self, buffers: Sequence[Buffer]) -> str:
-        self._staged += 1
-        staged = layout.staging(self._instance, self._staged)
-        self.files.stage(staged, buffers)
-        return staged
-
-    def _discard(self, staged: str) -> None:
-        """Staged names are garbage once published; failing to remove one is no failure."""
-        if staged:
-            try:
-                self.files.remove(staged)
-            except OSError:
-                return
 
     def _make_durable(self, seq: int) -> None:
         """Make the names of all entries up to `seq` durable."""
@@ -478,10 +461,8 @@ class CommitLog(Generic[M]):
         seq = self.machine.seq
         self._make_durable(seq)
         data = encode_snapshot(self.pool, seq, self._tip, self.machine.dump())
-        staged = self._stage([data])
-        with contextlib.suppress(FileExistsError):  # Same entry, same bytes: somebody may be first.
-            self.files.publish(staged, layout.snapshot(seq))
-        self._discard(staged)
+        # If the name is taken: same entry, same bytes.
+        self.staging.publish(self.staging.write([data]), layout.snapshot(seq))
         self.files.sync_directory(layout.SNAPSHOTS)
         self._snapshot_seq, self._snapshot_bytes, self._bytes_since = seq, len(data), 0
 

@@ -18,8 +18,9 @@ from strawq.model import ObjectRef, StoredObject
 from strawq.storage import layout
 from strawq.storage.clock import Clock
 from strawq.storage.entry import Entry
-from strawq.storage.files import Buffer, Files
+from strawq.storage.files import Buffer
 from strawq.storage.log import storage_failed
+from strawq.storage.staging import Staging
 
 _WAITS_SECONDS = (0.01, 0.05, 0.2, 0.5)
 """A mount may show a fresh file late, or zeros for a while."""
@@ -30,13 +31,12 @@ PUBLISH_TRIES = 5
 class ObjectStore:
     """Objects of one pool. Safe from many threads."""
 
-    def __init__(self, files: Files, instance: str, clock: Clock, read_entry: Callable[[int], Entry | None]) -> None:
-        self._files = files
-        self._instance = instance
+    def __init__(self, staging: Staging, clock: Clock, read_entry: Callable[[int], Entry | None]) -> None:
+        self._files = staging.files
+        self._staging = staging
         self._clock = clock
         self._read_entry = read_entry
         self._lock = threading.Lock()
-        self._staged = 0
         self._directories: set[str] = set()
         self._cache: OrderedDict[str, bytes] = OrderedDict()
         self._cached = 0
@@ -54,39 +54,26 @@ class ObjectStore:
 
     def _write(self, path: str, directory: str, buffers: Sequence[Buffer]) -> None:
         for turn in range(PUBLISH_TRIES):
-            with self._lock:
-                self._staged += 1
-                staged = layout.staging(self._instance, self._staged)
+            staged = ""
             try:
                 if directory not in self._directories:
                     self._files.make_directory(directory)
                     self._directories.add(directory)
-                self._files.stage(staged, buffers)
-                self._publish(staged, path)
+                staged = self._staging.write(buffers)
+                # If the name is taken: the name is the content, so the same bytes are there.
+                self._staging.publish(staged, path)
                 self._files.sync_directory(directory)
                 return
             except FileNotFoundError as error:
-                # The staging file or an empty directory was collected under our feet: nothing refers to either, so do
-                # it again.
+                # The staging file or an empty directory was collected under our feet: nothing refers to either.
                 self._directories.discard(directory)
                 if turn == PUBLISH_TRIES - 1:
                     raise storage_failed("write", path, error) from error
             except OSError as error:
                 raise storage_failed("write", path, error) from error
             finally:
-                self._discard(staged)
-
-    def _publish(self, staged: str, path: str) -> None:
-        try:
-            self._files.publish(staged, path)
-        except FileExistsError:
-            return  # The name is the content: whoever was first wrote the same bytes.
-
-    def _discard(self, staged: str) -> None:
-        try:
-            self._files.remove(staged)
-        except OSError:
-            return
+                if staged:
+                    self._staging.discard(staged)
 
     def read(self, stored: StoredObject) -> bytes:
         """The Arrow file's bytes, checked against its name. `Gone` or `Damaged` name the object."""

@@ -1,0 +1,52 @@
+"""Staging files of one process: written whole and durable under a name of their own, then published under their real
+one.
+
+A staging name carries the process's instance, so that garbage collection can tell whose it is. Collecting one that is
+still wanted is harmless: publishing it fails with `FileNotFoundError`, and it is written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+
+from strawq.storage import layout
+from strawq.storage.files import Buffer, Files
+
+
+class Staging:
+    """Safe from many threads."""
+
+    def __init__(self, files: Files, instance: str) -> None:
+        self.files = files
+        self.instance = instance
+        self._numbers = itertools.count(1)
+
+    def write(self, buffers: Sequence[Buffer]) -> str:
+        """Write a staging file, durably; returns its path. Nothing is left behind when that fails."""
+        staged = layout.staging(self.instance, next(self._numbers))
+        try:
+            self.files.stage(staged, buffers)
+        except OSError:
+            self.discard(staged)
+            raise
+        return staged
+
+    def discard(self, staged: str) -> None:
+        """Remove a staging file whose content has its name, or never will. It is garbage: failing to remove it is no
+        failure."""
+        with contextlib.suppress(OSError):
+            self.files.remove(staged)
+
+    def publish(self, staged: str, path: str) -> bool:
+        """Give the file its real name, if that is free; either way the staging name is gone afterwards. False if the
+        name was taken."""
+        try:
+            self.files.publish(staged, path)
+        except FileExistsError:
+            self.discard(staged)
+            return False
+        if self.files.keeps_staged:
+            self.discard(staged)
+        return True

@@ -1,0 +1,137 @@
+"""Log trimming: old entries go, behind snapshots, and nothing that the state still needs goes with them.
+
+The order is the protocol: inline objects of the entries to be trimmed get files; a snapshot at or above the floor is
+durable; the floor is written where every committer looks for it; the trim is logged; only then does the first entry
+go. It can die between any two of these and be run again. A floor is adopted, never overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from strawq.core import commands as c
+from strawq.core import events as e
+from strawq.core.machine import Machine
+from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT, TRIM_ENTRIES
+from strawq.model import ObjectRef, StoredObject
+from strawq.storage import layout
+from strawq.storage.log import read_floor, storage_failed
+from strawq.storage.snapshots import snapshot_numbers
+
+if TYPE_CHECKING:
+    from strawq.pool import Pool
+
+_MOVE_TRIES = 20
+_MOVED_PER_COMMIT = 256
+
+
+class Trimmed(msgspec.Struct, frozen=True):
+    """Entries below `floor` are gone: `entries` and `snapshots` were removed now, `moved` objects got files."""
+
+    floor: int
+    entries: int
+    snapshots: int
+    moved: int
+
+
+def trim_log(
+    pool: Pool, *, keep_entries: int = TRIM_ENTRIES, snapshots_kept: int = SNAPSHOTS_KEPT, dry_run: bool = False
+) -> Trimmed:
+    """Remove entries that are older than the newest `keep_entries` and lie behind every kept snapshot.
+
+    The floor stays at or below the oldest of `snapshots_kept` snapshots, so that one damaged snapshot does not cost
+    the pool."""
+    files = pool.files
+    head: int = pool.log.refresh(lambda machine: machine.seq)
+    kept = snapshot_numbers(files)[:snapshots_kept]
+    behind = min(kept) + 1 if len(kept) >= 2 or (kept and snapshots_kept < 2) else 0
+    floor = min(behind, head - keep_entries)
+    floor -= floor % ENTRIES_PER_SEGMENT  # whole segments, so that their directories go too
+    done: int = pool.log.peek(lambda machine: machine.state.meta.floor)
+    if dry_run:
+        return Trimmed(max(floor, done), len(_entries_below(pool, floor)), len(_superseded(pool, kept)), 0)
+    moved = 0
+    if floor > done:
+        moved = _move_inline(pool, floor)
+        pool.log.snapshot()
+        floor = _announce(pool, floor)
+    floor = max(floor, done)
+    entries = remove_entries(pool, floor)
+    superseded = _superseded(pool, kept)
+    for seq in superseded:
+        files.remove(layout.snapshot(seq))
+    return Trimmed(floor, entries, len(superseded), moved)
+
+
+def _superseded(pool: Pool, kept: Sequence[int]) -> list[int]:
+    return [seq for seq in snapshot_numbers(pool.files) if kept and seq < min(kept)]
+
+
+def _move_inline(pool: Pool, floor: int) -> int:
+    """Give files to the objects that ride inside entries below `floor` and that the state still reaches."""
+    moved = 0
+    for _ in range(_MOVE_TRIES):
+        rows: list[StoredObject] = pool.log.refresh(lambda machine: _inline_below(machine, floor))
+        if not rows:
+            return moved
+        epoch: int = pool.log.peek(lambda machine: machine.state.meta.epoch)
+        for start in range(0, len(rows), _MOVED_PER_COMMIT):
+            refs = [_stored_again(pool, row, epoch) for row in rows[start : start + _MOVED_PER_COMMIT]]
+            answer = pool.commit(c.MoveObjects(request=pool.new_request(), objects=tuple(refs)))
+            if isinstance(answer, e.Refusal) and answer.status == "epoch_closed":
+                break
+            moved += len(refs)
+    raise storage_failed("move", "inline objects", OSError("garbage collection closed their epoch too often"))
+
+
+def _inline_below(machine: Machine, floor: int) -> list[StoredObject]:
+    return [row for row in machine.state.objects.values() if row.ref.epoch == 0 and row.seq < floor]
+
+
+def _stored_again(pool: Pool, row: StoredObject, epoch: int) -> ObjectRef:
+    data = pool.objects.read(row)
+    return pool.objects.publish(data, row.ref.digest, row.ref.rows, epoch)
+
+
+def _announce(pool: Pool, floor: int) -> int:
+    """Write `floors/<g>`, or adopt the one that stands there, and log it. Returns the floor that holds."""
+    while True:
+        number: int = pool.log.refresh(lambda machine: machine.trims) + 1
+        path = layout.floor(number)
+        try:
+            # If the name is taken, another trimmer's floor stands there: it is adopted.
+            pool.staging.publish(pool.staging.write([str(floor).encode()]), path)
+            pool.files.sync_directory(layout.FLOORS)
+        except OSError as error:
+            raise storage_failed("write", path, error) from error
+        holds = read_floor(pool.files, number)
+        pool.commit(c.Trim(request=pool.new_request(), number=number, floor=holds))
+        if holds >= floor:
+            return holds
+
+
+def _entries_below(pool: Pool, floor: int) -> list[str]:
+    """Paths of log entries below the floor that a listing shows: those of this trim, leftovers of earlier ones, and
+    ghosts."""
+    paths = []
+    for name in pool.files.names(layout.LOG):
+        if not name.isdigit() or int(name) > layout.segment(floor):
+            continue
+        directory = layout.segment_directory(int(name))
+        for entry in pool.files.names(directory):
+            stem = entry.removesuffix(".json")
+            if stem.isdigit() and int(stem) < floor:
+                paths.append(f"{directory}/{entry}")
+    return paths
+
+
+def remove_entries(pool: Pool, floor: int) -> int:
+    """Remove all entries below a floor that is logged, oldest first, and the directories that become empty."""
+    paths = _entries_below(pool, floor)
+    removed = sum(pool.files.remove(path) for path in paths)
+    for directory in sorted({path.rpartition("/")[0] for path in paths}):
+        pool.files.remove_directory(directory)
+    return removed
