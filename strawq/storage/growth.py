@@ -9,7 +9,6 @@ only its new rows."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -39,7 +38,7 @@ from strawq.storage.records import (
     decode_prompts,
     decode_segments,
 )
-from strawq.storage.tensors import PackReader, StoredRows
+from strawq.storage.tensors import PackReader
 
 _NONE = Sample(index=-1)
 
@@ -75,9 +74,7 @@ def load_group(task_id: str, parts: Sequence[Part], packs: PackReader) -> Group:
                 paths[cast(TensorRef, ref).pack] = saved.pack
 
     def open_rows(ref: TensorRef) -> Rows:
-        return StoredRows(
-            packs, paths[ref.pack], ref.pack, ref.key, ref.shape, ref.dtype, f"task {task_id}, {ref.name}"
-        )
+        return packs.rows(paths[ref.pack], ref, f"task {task_id}, {ref.name}")
 
     return fold(task_id, prompt, rows, open_rows)
 
@@ -172,13 +169,15 @@ def _common(old: Sample, new: Sample) -> int:
 
 
 def _mask_changes(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8]) -> list[tuple[int, int, int]]:
-    """The runs of one new value that cover every change, as (start, end, value)."""
-    if np.array_equal(old, new):
+    """The runs of one value in `new` in which something changed, as (start, end, value): one for a mask set to
+    zeros."""
+    changed = np.flatnonzero(old != new)
+    if not len(changed):
         return []
-    changed = old != new
-    marks = np.where(changed, new.astype(np.int16), -1)
-    edges = [0, *(np.flatnonzero(marks[1:] != marks[:-1]) + 1).tolist(), len(marks)]
-    return [(a, b, int(marks[a])) for a, b in pairwise(edges) if marks[a] >= 0]
+    starts = np.concatenate([[0], np.flatnonzero(new[1:] != new[:-1]) + 1])
+    ends = np.append(starts[1:], len(new))
+    runs = np.unique(np.searchsorted(starts, changed, side="right") - 1)
+    return [(int(starts[run]), int(ends[run]), int(new[starts[run]])) for run in runs]
 
 
 def _text_keep(old: str | None, new: str | None) -> int:

@@ -214,7 +214,7 @@ class StoredRows:
     def bits(self, start: int, stop: int) -> Array:
         """Rows `[start, stop)` as stored bits in the dtype that was given."""
         tensor, first, last = self.tensor, self._first + start, self._first + max(stop, start)
-        if tensor.stored == tensor.given:
+        if tensor.stored == tensor.given and first < last:
             low, high = self._aligned(first, last)
             if (high - low) * tensor.row_bytes <= _READ_BYTES:
                 # One read, one check, and a view: cheaper than copying the rows out of their chunks.
