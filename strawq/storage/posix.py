@@ -80,6 +80,11 @@ def rename_exclusive(source_fd: int, source: str, target_fd: int, target: str) -
         raise OSError(code, os.strerror(code), source, None, target)
 
 
+def link_exclusive(source_fd: int, source: str, target_fd: int, target: str) -> None:
+    """`linkat`: give the file a second name if that is free, else `FileExistsError`."""
+    os.link(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd, follow_symlinks=False)
+
+
 def write_all(fd: int, buffers: Sequence[Buffer]) -> int:
     """Write all bytes of the buffers in order; return their number. A short write is continued, so the error behind it
     shows."""
@@ -230,8 +235,8 @@ class PosixFiles:
         self,
     ) -> tuple[Callable[[int, str, int, str], None], Callable[[int, str, int, str], None], frozenset[int]]:
         if self.primitive == "link":
-            return _link, rename_exclusive, _LINK_REFUSED
-        return rename_exclusive, _link, _RENAME_REFUSED
+            return link_exclusive, rename_exclusive, _LINK_REFUSED
+        return rename_exclusive, link_exclusive, _RENAME_REFUSED
 
     def _two(self, source: str, target: str, step: _Step) -> None:
         source_parent, _, source_name = source.rpartition("/")
@@ -378,10 +383,6 @@ class PosixFiles:
 
     def sync_directory(self, path: str) -> None:
         self._in(path + "/" if path else "", lambda at, _: os.fsync(at))
-
-
-def _link(source_fd: int, source: str, target_fd: int, target: str) -> None:
-    os.link(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd, follow_symlinks=False)
 
 
 def _regular_size(found: os.stat_result, path: str) -> int:

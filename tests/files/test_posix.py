@@ -148,7 +148,7 @@ class TestFailures:
             os.link(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
             raise OSError(errno.ETIMEDOUT, "reply lost")
 
-        monkeypatch.setattr(posix, "_link", link_and_lose_the_reply)
+        monkeypatch.setattr(posix, "link_exclusive", link_and_lose_the_reply)
         files.stage("tmp/s", [b"x"])
         with pytest.raises(TimeoutError):
             files.publish("tmp/s", "log/1")
@@ -159,7 +159,8 @@ class TestFailures:
         self, files: PosixFiles, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         files.stage("log/1", [b"x"])
-        real, failed = os.open, []
+        real = os.open
+        failed: list[str] = []
 
         def stale_once(path: str, *arguments: int, **options: int) -> int:
             if path == "1" and not failed:
@@ -176,8 +177,8 @@ class TestPrimitives:
     @pytest.mark.parametrize(
         ("primitive", "step", "code"),
         [
-            ("link", "_link", errno.EPERM),
-            ("link", "_link", errno.EOPNOTSUPP),
+            ("link", "link_exclusive", errno.EPERM),
+            ("link", "link_exclusive", errno.EOPNOTSUPP),
             ("rename", "rename_exclusive", errno.EINVAL),
             ("rename", "rename_exclusive", errno.ENOSYS),
         ],
@@ -201,7 +202,7 @@ class TestPrimitives:
 
     def test_where_both_are_refused_it_is_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         files = PosixFiles(tmp_path)
-        monkeypatch.setattr(posix, "_link", failing(errno.EPERM))
+        monkeypatch.setattr(posix, "link_exclusive", failing(errno.EPERM))
         monkeypatch.setattr(posix, "rename_exclusive", failing(errno.EINVAL))
         files.stage("s", [b"x"])
         with pytest.raises(OSError, match="Invalid"):
@@ -300,7 +301,7 @@ def test_modes_leave_the_umask_in_charge(tmp_path: Path) -> None:
 def test_what_is_synced_and_in_which_order(files: PosixFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data before the name, the name's directory before the acknowledgement, a new directory in its parent."""
     steps: list[str] = []
-    real_fsync, real_link, real_mkdir = os.fsync, posix._link, os.mkdir
+    real_fsync, real_link, real_mkdir = os.fsync, posix.link_exclusive, os.mkdir
 
     def fsync(fd: int) -> None:
         steps.append("fsync " + os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), files.root))
@@ -315,7 +316,7 @@ def test_what_is_synced_and_in_which_order(files: PosixFiles, monkeypatch: pytes
         real_mkdir(path, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(posix, "_link", link)
+    monkeypatch.setattr(posix, "link_exclusive", link)
     monkeypatch.setattr(os, "mkdir", mkdir)
     files.make_directory("log/0")
     files.stage("tmp/s", [b"x"])
