@@ -13,6 +13,7 @@ entry was a commit or a ghost. We remove the ghost, reload, and ask the state by
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -408,9 +409,10 @@ class CommitLog(Generic[M]):
                     self.staging.discard(staged)
                     raise
                 unknown = error
-                if self._is_ours(seq, commit_id):
-                    self.staging.discard(staged)
-                    return True
+                with contextlib.suppress(StorageFailed, Damaged):
+                    if self._is_ours(seq, commit_id):
+                        self.staging.discard(staged)
+                        return True
             self._clock.sleep(0.005 * 2**turn * (0.5 + self._clock.jitter()))
         raise OutcomeUnknown(
             f"the file system does not say whether {path} was written ({unknown}); ask again with the same request id"
