@@ -30,8 +30,9 @@ from strawq.session import SessionKeeper
 from strawq.storage import layout
 from strawq.storage.clock import Clock, SystemClock
 from strawq.storage.contention import AdvisoryLock, CommitLock, NoLock
+from strawq.storage.failure import storage_failed
 from strawq.storage.files import Buffer, Files
-from strawq.storage.log import CommitLog, storage_failed
+from strawq.storage.log import CommitLog
 from strawq.storage.objects import ObjectStore
 from strawq.storage.posix import PosixFiles
 from strawq.storage.staging import Staging

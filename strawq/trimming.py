@@ -18,7 +18,8 @@ from strawq.core.machine import Machine
 from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT, TRIM_ENTRIES
 from strawq.model import ObjectRef, StoredObject
 from strawq.storage import layout
-from strawq.storage.log import read_floor, storage_failed
+from strawq.storage.failure import storage_failed
+from strawq.storage.replay import read_floor
 from strawq.storage.snapshots import snapshot_numbers
 
 if TYPE_CHECKING:

@@ -17,53 +17,21 @@ import contextlib
 import errno
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 
 from strawq.errors import Contended, Damaged, OutcomeUnknown, StorageFailed, StrawqError
-from strawq.limits import (
-    COMMANDS_PER_ENTRY,
-    COMMIT_TRIES,
-    ENTRY_INLINE_BYTES,
-    RELOAD_TRIES,
-    SNAPSHOT_ENTRIES,
-    UNKNOWN_TRIES,
-)
+from strawq.limits import COMMANDS_PER_ENTRY, COMMIT_TRIES, ENTRY_INLINE_BYTES, SNAPSHOT_ENTRIES, UNKNOWN_TRIES
 from strawq.storage import layout
 from strawq.storage.clock import Clock
 from strawq.storage.contention import AdvisoryLock
-from strawq.storage.entry import Entry, EntryLine, decode_entry, encode_entry
-from strawq.storage.files import Buffer, Files
-from strawq.storage.snapshots import encode_snapshot, usable_snapshots
+from strawq.storage.entry import EntryLine, encode_entry
+from strawq.storage.failure import storage_failed
+from strawq.storage.files import Buffer
+from strawq.storage.replay import M, Replay
+from strawq.storage.snapshots import encode_snapshot
 from strawq.storage.staging import Staging
-
-M = TypeVar("M", bound="Machine")
-GENESIS = "0" * 64
-_DAMAGE_WAITS_SECONDS = (0.02, 0.1, 0.4, 1.0)
-
-
-class Machine(Protocol):
-    """What the log needs of the pure core."""
-
-    @property
-    def seq(self) -> int: ...
-    @property
-    def trims(self) -> int: ...
-    @property
-    def forgotten_seq(self) -> int: ...
-    def decide(self, command: Any) -> Any: ...
-    def is_new(self, answer: Any, command: Any) -> bool: ...
-    def answered(self, command: Any) -> Any: ...
-    def encode(self, event: Any) -> bytes: ...
-    def decode(self, seq: int, events: Sequence[msgspec.Raw]) -> list[Any]: ...
-    def apply(self, event: Any, seq: int, where: Mapping[str, int]) -> None: ...
-    def mark(self) -> int: ...
-    def undo(self, mark: int = 0) -> None: ...
-    def keep(self, seq: int) -> None: ...
-    def dump(self) -> bytes: ...
-    def load(self, data: Any, seq: int) -> None: ...
-    def reset(self) -> None: ...
 
 
 class _Ticket:
@@ -85,30 +53,20 @@ class _Ticket:
         self.done = True
 
 
-class CommitLog(Generic[M]):
+class CommitLog(Replay[M]):
     """The log of one pool, opened by one process. Safe from many threads."""
 
     def __init__(self, staging: Staging, machine: M, pool: str, clock: Clock, lock: AdvisoryLock) -> None:
-        self.files = staging.files
+        super().__init__(staging.files, machine, pool, clock)
         self.staging = staging
-        self.machine = machine
-        self.pool = pool
-        self.damage: dict[str, str] = {}
-        """Damaged snapshots that were passed over, by path."""
         self.commits = 0
         self.races_lost = 0
-        self._clock = clock
         self._advisory = lock
         self._lead = threading.Lock()
         self._line = threading.Lock()
         self._waiting: list[_Ticket] = []
-        self._tip = GENESIS
         self._durable_seq = 0
         self._segment_made = -1
-        self._snapshot_seq = 0
-        self._snapshot_bytes = 0
-        self._bytes_since = 0
-        self._loaded = False
 
     # Reading.
 
@@ -124,84 +82,6 @@ class CommitLog(Generic[M]):
             if not self._loaded:
                 self._catch_up()
             return view(self.machine)
-
-    def read_entry(self, seq: int) -> Entry | None:
-        """Entry `seq`, or None if that number is free. Bytes may be late on some mounts, so damage is looked at again
-        before it is believed."""
-        path = layout.entry(seq)
-        for wait in (*_DAMAGE_WAITS_SECONDS, None):
-            try:
-                return decode_entry(seq, path, self.files.read(path))
-            except FileNotFoundError:
-                return None
-            except Damaged:
-                if wait is None:
-                    raise
-            except OSError as error:
-                if wait is None or error.errno not in (errno.ESTALE, errno.EIO, errno.ETIMEDOUT):
-                    raise storage_failed("read", path, error) from error
-            self._clock.sleep(wait)
-        return None
-
-    def _catch_up(self) -> None:
-        for _ in range(RELOAD_TRIES):
-            if not self._loaded:
-                self._load()
-            while True:
-                entry = self.read_entry(self.machine.seq + 1)
-                if entry is None:
-                    break
-                self._fold(entry)
-            if not self._below_floor(self.machine.seq):
-                return
-            self._loaded = False
-            self._clock.sleep(0.01 + 0.1 * self._clock.jitter())
-        raise StorageFailed("the log was trimmed past every snapshot that a listing shows; run `strawq verify`")
-
-    def _load(self) -> None:
-        snapshot = next(usable_snapshots(self.files, self.pool, self.damage), None)
-        if snapshot is None:
-            self.machine.reset()
-            self._tip = GENESIS
-            self._snapshot_seq = self._snapshot_bytes = 0
-        else:
-            self.machine.load(snapshot.body, snapshot.line.seq)
-            self._tip = snapshot.line.tip
-            self._snapshot_seq, self._snapshot_bytes = snapshot.line.seq, snapshot.line.size
-        self._bytes_since = 0
-        self._durable_seq = min(self._durable_seq, self.machine.seq)
-        self._loaded = True
-
-    def _fold(self, entry: Entry) -> None:
-        line = entry.line
-        if line.prev != self._tip:
-            raise Damaged(
-                f"log entry {layout.entry(line.seq)} follows another history (it names {line.prev[:12]}, entry "
-                f"{line.seq - 1} is "
-                f"{self._tip[:12]}); run `strawq verify`"
-            )
-        events = self.machine.decode(line.seq, line.events)
-        where = entry.where()
-        for event in events:
-            self.machine.apply(event, line.seq, where)
-        self._advance(line.seq, entry.digest, entry.size)
-
-    def _advance(self, seq: int, digest: str, size: int) -> None:
-        self.machine.keep(seq)
-        self._tip = digest
-        self._bytes_since += size
-
-    def _below_floor(self, seq: int) -> bool:
-        """Whether a trim that the state does not know of has taken entry `seq` away."""
-        number = self.machine.trims + 1
-        while True:
-            try:
-                floor = read_floor(self.files, number)
-            except FileNotFoundError:
-                return False
-            if floor > seq:
-                return True
-            number += 1
 
     # Writing.
 
@@ -356,7 +236,7 @@ class CommitLog(Generic[M]):
         sizes = [(digest, len(data)) for digest, data in inline.items()]
         line = EntryLine(
             seq=seq,
-            prev=self._tip,
+            prev=self.tip,
             id=self._clock.new_id(),
             session=self.staging.instance,
             time_ms=self._clock.wall_ms(),
@@ -440,13 +320,13 @@ class CommitLog(Generic[M]):
     # Snapshots.
 
     def _snapshot_if_due(self) -> None:
-        behind = self.machine.seq - self._snapshot_seq
+        behind = self.machine.seq - self.snapshot_seq
         if behind >= SNAPSHOT_ENTRIES and self._bytes_since >= self._snapshot_bytes:
             try:
                 self._write_snapshot()
             except (OSError, StrawqError):
                 # Work goes on without it; the next commit tries again after as many entries.
-                self._snapshot_seq = self.machine.seq
+                self.snapshot_seq = self.machine.seq
 
     def snapshot(self) -> int:
         """Write the snapshot of the newest entry, durably; return its number."""
@@ -462,46 +342,12 @@ class CommitLog(Generic[M]):
     def _write_snapshot(self) -> None:
         seq = self.machine.seq
         self._make_durable(seq)
-        data = encode_snapshot(self.pool, seq, self._tip, self.machine.dump())
+        data = encode_snapshot(self.pool, seq, self.tip, self.machine.dump())
         # If the name is taken: same entry, same bytes.
         self.staging.publish(self.staging.write([data]), layout.snapshot(seq))
         self.files.sync_directory(layout.SNAPSHOTS)
-        self._snapshot_seq, self._snapshot_bytes, self._bytes_since = seq, len(data), 0
-
-    @property
-    def tip(self) -> str:
-        """Digest of the newest entry that this process has folded."""
-        return self._tip
-
-    @property
-    def snapshot_seq(self) -> int:
-        return self._snapshot_seq
+        self.snapshot_seq, self._snapshot_bytes, self._bytes_since = seq, len(data), 0
 
 
 _PASSING = (errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EINTR, errno.EAGAIN)
 """After one of these a publish may have worked."""
-
-
-def read_floor(files: Files, number: int) -> int:
-    """Entries below this number may be gone since trim `number`. `FileNotFoundError` if there was no such trim."""
-    path = layout.floor(number)
-    try:
-        data = files.read(path)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise storage_failed("read", path, error) from error
-    if not data.isdigit():
-        raise Damaged(f"floor {path} is damaged: it holds {data[:20]!r}; run `strawq verify`")
-    return int(data)
-
-
-def storage_failed(verb: str, what: str, error: OSError) -> StorageFailed:
-    """The error of a file call, as a sentence that says what to do."""
-    remedy = {
-        errno.ENOSPC: "the disk is full: free some space (`strawq gc` may help)",
-        errno.EDQUOT: "the quota is used up: free some space (`strawq gc` may help)",
-        errno.EROFS: "the file system is mounted read-only",
-        errno.EACCES: "permission denied: the pool belongs to another user",
-    }.get(error.errno or 0, "look at the mount")
-    return StorageFailed(f"cannot {verb} {what}: {error.strerror or error}; {remedy}")

@@ -18,8 +18,8 @@ from strawq.model import ObjectRef, StoredObject
 from strawq.storage import layout
 from strawq.storage.clock import Clock
 from strawq.storage.entry import Entry
+from strawq.storage.failure import storage_failed
 from strawq.storage.files import Buffer
-from strawq.storage.log import storage_failed
 from strawq.storage.staging import Staging
 
 _WAITS_SECONDS = (0.01, 0.05, 0.2, 0.5)

@@ -1,0 +1,18 @@
+"""The error of a file call, as a sentence that says what to do."""
+
+from __future__ import annotations
+
+import errno
+
+from strawq.errors import StorageFailed
+
+
+def storage_failed(verb: str, what: str, error: OSError) -> StorageFailed:
+    """The error of a file call, as a sentence that says what to do."""
+    remedy = {
+        errno.ENOSPC: "the disk is full: free some space (`strawq gc` may help)",
+        errno.EDQUOT: "the quota is used up: free some space (`strawq gc` may help)",
+        errno.EROFS: "the file system is mounted read-only",
+        errno.EACCES: "permission denied: the pool belongs to another user",
+    }.get(error.errno or 0, "look at the mount")
+    return StorageFailed(f"cannot {verb} {what}: {error.strerror or error}; {remedy}")

@@ -1,0 +1,159 @@
+"""Reading the log: the newest snapshot, then every entry after it, in order, each once, each whole.
+
+The end of the log is the first number that nobody has, unless a trim that we do not know of has taken it away: then
+we are below the floor, and start again from a newer snapshot.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from strawq.errors import Damaged, StorageFailed
+from strawq.limits import RELOAD_TRIES
+from strawq.storage import layout
+from strawq.storage.clock import Clock
+from strawq.storage.entry import Entry, decode_entry
+from strawq.storage.failure import storage_failed
+from strawq.storage.files import Files
+from strawq.storage.snapshots import usable_snapshots
+
+M = TypeVar("M", bound="Machine")
+GENESIS = "0" * 64
+_DAMAGE_WAITS_SECONDS = (0.02, 0.1, 0.4, 1.0)
+
+
+class Machine(Protocol):
+    """What the log needs of the pure core."""
+
+    @property
+    def seq(self) -> int: ...
+    @property
+    def trims(self) -> int: ...
+    @property
+    def forgotten_seq(self) -> int: ...
+    def decide(self, command: Any) -> Any: ...
+    def is_new(self, answer: Any, command: Any) -> bool: ...
+    def answered(self, command: Any) -> Any: ...
+    def encode(self, event: Any) -> bytes: ...
+    def decode(self, seq: int, events: Sequence[msgspec.Raw]) -> list[Any]: ...
+    def apply(self, event: Any, seq: int, where: Mapping[str, int]) -> None: ...
+    def mark(self) -> int: ...
+    def undo(self, mark: int = 0) -> None: ...
+    def keep(self, seq: int) -> None: ...
+    def dump(self) -> bytes: ...
+    def load(self, data: Any, seq: int) -> None: ...
+    def reset(self) -> None: ...
+
+
+class Replay(Generic[M]):
+    """The log as one process has folded it. Not safe for threads; `CommitLog` serialises its use."""
+
+    def __init__(self, files: Files, machine: M, pool: str, clock: Clock) -> None:
+        self.files = files
+        self.machine = machine
+        self.pool = pool
+        self.tip = GENESIS
+        """Digest of the newest entry that is folded."""
+        self.snapshot_seq = 0
+        """Entry of the newest snapshot that this process has read or written."""
+        self.damage: dict[str, str] = {}
+        """Damaged snapshots that were passed over, by path."""
+        self._clock = clock
+        self._loaded = False
+        self._snapshot_bytes = 0
+        self._bytes_since = 0
+
+    def read_entry(self, seq: int) -> Entry | None:
+        """Entry `seq`, or None if that number is free. Bytes may be late on some mounts, so damage is looked at again
+        before it is believed."""
+        path = layout.entry(seq)
+        for wait in (*_DAMAGE_WAITS_SECONDS, None):
+            try:
+                return decode_entry(seq, path, self.files.read(path))
+            except FileNotFoundError:
+                return None
+            except Damaged:
+                if wait is None:
+                    raise
+            except OSError as error:
+                if wait is None or error.errno not in (errno.ESTALE, errno.EIO, errno.ETIMEDOUT):
+                    raise storage_failed("read", path, error) from error
+            self._clock.sleep(wait)
+        return None
+
+    def _catch_up(self) -> None:
+        for _ in range(RELOAD_TRIES):
+            if not self._loaded:
+                self._load()
+            while True:
+                entry = self.read_entry(self.machine.seq + 1)
+                if entry is None:
+                    break
+                self._fold(entry)
+            if not self._below_floor(self.machine.seq):
+                return
+            self._loaded = False
+            self._clock.sleep(0.01 + 0.1 * self._clock.jitter())
+        raise StorageFailed("the log was trimmed past every snapshot that a listing shows; run `strawq verify`")
+
+    def _load(self) -> None:
+        snapshot = next(usable_snapshots(self.files, self.pool, self.damage), None)
+        if snapshot is None:
+            self.machine.reset()
+            self.tip = GENESIS
+            self.snapshot_seq = self._snapshot_bytes = 0
+        else:
+            self.machine.load(snapshot.body, snapshot.line.seq)
+            self.tip = snapshot.line.tip
+            self.snapshot_seq, self._snapshot_bytes = snapshot.line.seq, snapshot.line.size
+        self._bytes_since = 0
+        self._loaded = True
+
+    def _fold(self, entry: Entry) -> None:
+        line = entry.line
+        if line.prev != self.tip:
+            raise Damaged(
+                f"log entry {layout.entry(line.seq)} follows another history (it names {line.prev[:12]}, entry "
+                f"{line.seq - 1} is "
+                f"{self.tip[:12]}); run `strawq verify`"
+            )
+        events = self.machine.decode(line.seq, line.events)
+        where = entry.where()
+        for event in events:
+            self.machine.apply(event, line.seq, where)
+        self._advance(line.seq, entry.digest, entry.size)
+
+    def _advance(self, seq: int, digest: str, size: int) -> None:
+        self.machine.keep(seq)
+        self.tip = digest
+        self._bytes_since += size
+
+    def _below_floor(self, seq: int) -> bool:
+        """Whether a trim that the state does not know of has taken entry `seq` away."""
+        number = self.machine.trims + 1
+        while True:
+            try:
+                floor = read_floor(self.files, number)
+            except FileNotFoundError:
+                return False
+            if floor > seq:
+                return True
+            number += 1
+
+
+def read_floor(files: Files, number: int) -> int:
+    """Entries below this number may be gone since trim `number`. `FileNotFoundError` if there was no such trim."""
+    path = layout.floor(number)
+    try:
+        data = files.read(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise storage_failed("read", path, error) from error
+    if not data.isdigit():
+        raise Damaged(f"floor {path} is damaged: it holds {data[:20]!r}; run `strawq verify`")
+    return int(data)
