@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from strawq.rows import Rows
     from strawq.samples import Group, Prompt
     from strawq.storage.records import Publication, Records, TensorRef
+    from strawq.storage.tensors import PackReader
 
 T = TypeVar("T")
 _OPENED = 256
@@ -47,6 +48,7 @@ class Payloads:
         self._locate = locate
         self._lock = threading.Lock()
         self._opened: OrderedDict[str, Records] = OrderedDict()
+        self._pack_reader: PackReader | None = None
 
     def split_prompts(self, prompts: Iterable[Prompt]) -> Iterator[Publication]:
         """Publications of at most `ROWS_PER_OBJECT` prompts and about `OBJECT_BYTES` each."""
@@ -110,7 +112,7 @@ class Payloads:
         for part in task.parts[1:]:
             rows.extend(decode_segments(self._records(held.objects, part), part.start, part.stop))
         packs = {stored.ref.pack: stored.ref for stored in held.objects.values() if stored.ref.pack}
-        return fold(task_id or task.id, prompt, rows, lambda ref: self._open_rows(ref, packs))
+        return fold(task_id or task.id, prompt, rows, lambda ref: self._open_rows(ref, packs, task.id))
 
     def prompt(self, held: Held) -> Prompt:
         """The group's prompt alone."""
@@ -119,13 +121,18 @@ class Payloads:
         part = held.task.parts[0]
         return decode_prompts(self._records(held.objects, part), part.start, part.stop)[0]
 
-    def _open_rows(self, ref: TensorRef, packs: dict[str, ObjectRef]) -> Rows:
-        from strawq.storage.packs import open_pack
-
+    def _open_rows(self, ref: TensorRef, packs: dict[str, ObjectRef], task: str) -> Rows:
         owner = packs.get(ref.pack)
         if owner is None:
-            raise Damaged(f"tensor {ref.name} is in pack {ref.pack[:12]}, to which no object of this group refers")
-        return open_pack(self._files, layout.pack_file(owner.epoch, ref.pack), ref.pack).rows(ref)
+            raise Damaged(f"tensor {ref.name} is in pack {ref.pack[:12]}, to which no object of task {task} refers")
+        return self._packs().rows(layout.pack_file(owner.epoch, ref.pack), ref, f"task {task}")
+
+    def _packs(self) -> PackReader:
+        if self._pack_reader is None:
+            from strawq.storage.tensors import PackReader
+
+            self._pack_reader = PackReader(self._files)
+        return self._pack_reader
 
     def _records(self, objects: dict[str, StoredObject], part: Slice) -> Records:
         from strawq.storage.records import open_records
