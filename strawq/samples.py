@@ -144,8 +144,8 @@ def _vector(given: Any, dtype: Any, what: str) -> Any:
         array = np.asarray(given)
         if array.size == 0:
             array = array.astype(dtype)
-        if np.issubdtype(dtype, np.integer) and array.dtype.kind not in "iub":
-            raise BadInput(f"{what}: {array.dtype} where whole numbers are needed")
+        if array.dtype.kind not in ("iub" if np.issubdtype(dtype, np.integer) else "iubf"):
+            raise BadInput(f"{what}: {array.dtype} where {np.dtype(dtype).name} is needed")
         result = array.astype(dtype)
     except (OverflowError, TypeError, ValueError) as error:
         raise BadInput(f"{what}: {error}") from error

@@ -297,6 +297,8 @@ def open_records(data: bytes | memoryview, name: str, *, digest: str = "") -> Re
         kind = metadata.get(b"strawq.kind", b"").decode()
         batches = reader.num_record_batches
         batch = reader.get_batch(0) if batches == 1 else None
+        if batch is not None:
+            batch.validate()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise Damaged(f"object {name} is not an Arrow file: {error}") from error
     version = metadata.get(b"strawq.version", b"").decode(errors="replace")
