@@ -234,6 +234,6 @@ def test_duckdb_queries_both_kinds(files):
     duckdb = pytest.importorskip("duckdb")
     prompts, segments = (pa.ipc.open_file(path).read_all() for path in files)
     assert prompts.num_rows == 2 and segments.num_rows == 1  # found by name in the queries
-    assert duckdb.sql("select sum(samples), max(len(tokens)) from prompts").fetchone() == (12, 2)
+    assert duckdb.sql("select sum(samples), max(len(tokens)) from prompts").fetchall() == [(12, 2)]
     query = "select sample, len(tokens), v.version from segments, unnest(versions) as u(v)"
     assert duckdb.sql(query).fetchall() == [(0, 3, "3")]
