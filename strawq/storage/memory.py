@@ -18,8 +18,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from strawq.storage.exclusive import Primitive
 from strawq.storage.files import Buffer
-from strawq.storage.posix import Primitive
 
 CrashPolicy = Literal["drop", "keep", "mixed"]
 

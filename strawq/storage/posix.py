@@ -23,21 +23,18 @@ Modes are 0o664 for files and 0o775 for directories, less the umask. Names that 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import itertools
 import os
 import secrets
 import stat
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
+from strawq.storage.exclusive import Primitive, Step, link_exclusive, rename_exclusive
 from strawq.storage.files import Buffer
 
-Primitive = Literal["link", "rename"]
-
 _T = TypeVar("_T")
-_Step = Callable[[int, str, int, str], None]
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -54,35 +51,6 @@ _MKDIR_TRIES_MAX = 3
 _MOUNT_LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.EIO, errno.EBADF})
 _LINK_REFUSED = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _RENAME_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
-
-_RENAME_NOREPLACE = 1
-
-
-def _load_renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is None:
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    function.restype = ctypes.c_int
-    call: Callable[[int, bytes, int, bytes, int], int] = function
-    return call
-
-
-_renameat2 = _load_renameat2()
-
-
-def rename_exclusive(source_fd: int, source: str, target_fd: int, target: str) -> None:
-    """`renameat2(RENAME_NOREPLACE)`: move the name only if the target is free, else `FileExistsError`."""
-    if _renameat2 is None:
-        raise OSError(errno.ENOSYS, "this C library has no renameat2", target)
-    if _renameat2(source_fd, os.fsencode(source), target_fd, os.fsencode(target), _RENAME_NOREPLACE) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), source, None, target)
-
-
-def link_exclusive(source_fd: int, source: str, target_fd: int, target: str) -> None:
-    """`linkat`: give the file a second name if that is free, else `FileExistsError`."""
-    os.link(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd, follow_symlinks=False)
 
 
 def write_all(fd: int, buffers: Sequence[Buffer]) -> int:
@@ -238,7 +206,7 @@ class PosixFiles:
             return link_exclusive, rename_exclusive, _LINK_REFUSED
         return rename_exclusive, link_exclusive, _RENAME_REFUSED
 
-    def _two(self, source: str, target: str, step: _Step) -> None:
+    def _two(self, source: str, target: str, step: Step) -> None:
         source_parent, _, source_name = source.rpartition("/")
 
         def call(at: int, name: str) -> None:

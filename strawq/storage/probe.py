@@ -18,16 +18,15 @@ import os
 import secrets
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from strawq.errors import BadInput
+from strawq.storage.exclusive import Primitive, link_exclusive, race, rename_exclusive
 from strawq.storage.mounts import (
     Finding,
     JuiceFSSettings,
@@ -38,7 +37,7 @@ from strawq.storage.mounts import (
     mount_of,
     read_juicefs_settings,
 )
-from strawq.storage.posix import PosixFiles, Primitive, link_exclusive, rename_exclusive
+from strawq.storage.posix import PosixFiles
 
 Verdict = Literal["fit", "fit_with_warnings", "unfit"]
 
@@ -277,7 +276,7 @@ def _look_at_primitive(files: PosixFiles, other: PosixFiles, primitive: Primitiv
             contents = [f"{primitive} {number} {racer}".encode() for racer in range(len(racers))]
             for racer, client in enumerate(racers):
                 client.stage(f"{primitive}/s{number}.{racer}", [contents[racer]])
-            outcomes = _race(step, fds, number)
+            outcomes = race(step, fds, number)
             failed = [code for code in outcomes if code not in (0, errno.EEXIST)]
             if failed:
                 findings.measured[f"{primitive}_error"] = errno.errorcode.get(failed[0], str(failed[0]))
@@ -295,22 +294,6 @@ def _look_at_primitive(files: PosixFiles, other: PosixFiles, primitive: Primitiv
                 return False
     findings.measured[primitive] = True
     return True
-
-
-def _race(step: Callable[[int, str, int, str], None], fds: list[int], number: int) -> list[int]:
-    """All try to make the name t<number> at once; errno of each, 0 for success."""
-    barrier = threading.Barrier(len(fds))
-
-    def run(racer: int) -> int:
-        barrier.wait()
-        try:
-            step(fds[racer], f"s{number}.{racer}", fds[racer], f"t{number}")
-        except OSError as error:
-            return error.errno or errno.EIO
-        return 0
-
-    with ThreadPoolExecutor(len(fds)) as pool:
-        return list(pool.map(run, range(len(fds))))
 
 
 def _look_at_locks(files: PosixFiles, other: PosixFiles | None, findings: _Findings) -> None:

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import pytest
 
+from strawq.storage.exclusive import Primitive
 from strawq.storage.faulty import FaultyFiles
 from strawq.storage.files import Files
 from strawq.storage.memory import MemoryFiles
-from strawq.storage.posix import PosixFiles, Primitive
+from strawq.storage.posix import PosixFiles
 
 
 class Pair(NamedTuple):

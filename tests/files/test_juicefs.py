@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from strawq.storage.posix import PosixFiles, Primitive
+from strawq.storage.exclusive import Primitive
+from strawq.storage.posix import PosixFiles
 from tools.juicefs.volume import Client, Volume
 
 from .conftest import refused

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from strawq.storage import posix
-from strawq.storage.posix import PosixFiles, Primitive, rename_exclusive
+from strawq.storage.exclusive import Primitive, rename_exclusive
+from strawq.storage.posix import PosixFiles
 
 from .conftest import refused
 
