@@ -1,0 +1,189 @@
+"""What a worker may be told, in one struct, checked before the first lease is taken.
+
+The rule: an option that could not be obeyed is refused at the start (`BadInput`), never ignored on some path. Names of
+the engine's sampling options are SGLang's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from strawq.errors import BadInput
+from strawq.limits import LEASE_SECONDS
+from strawq_workers.sglang.options import EngineOptions
+from strawq_workers.sglang.wire import Sampling
+
+PausePolicy = Literal["abort", "drain", "in_place"]
+ChangedSampling = Literal["refuse", "mark"]
+
+
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of one worker process.
+
+    Engines and capacity. `engines`: URLs of engines or routers. `concurrency` (C): requests in flight per engine.
+    `workers` (W) and `worker_index`: how many workers share these engines, and which of them this one is; each gets its
+    share of ⌊C·E/G⌋ groups. `max_groups` sets the share by hand (0: computed). `max_concurrent_samples`: sample-level
+    admission, capacity of this worker in samples (0: group-level).
+
+    Generation. `samples` (G): answers to a prompt that does not say. `max_new_tokens`: response tokens of a sample, all
+    its requests together. `max_context_tokens`: prompt and response (0: the engine's context). `logprob_mode`: what the
+    engine's log-probs are, stored with each segment (`original`: of the full distribution; `processed`). `top_logprobs`
+    captures SC rows of k tokens, `routed_experts` R3 rows.
+
+    Partial rollout. With `partial_rollout` false a sample comes from one request, or starts anew.
+    `mask_offpolicy_in_partial_rollout`: response tokens that are there when another request continues them get loss
+    mask 0. `changed_sampling`: a saved prefix that was sampled with other options is refused (the attempt fails), or
+    continued and marked (its segments differ, and `metadata["mixed_sampling"]` is true). `save_tokens` ends each
+    request after so many tokens, saves, and goes on with the next request; `save_seconds` aborts one that has run for
+    so long, saves and goes on (0: off; a prefix is then saved only at an abort). Both need sampling without penalties,
+    stop strings and `min_new_tokens`, which do not look across requests.
+
+    Hooks are dotted paths, `module.function` or `module:function`. `reward`: `async (args, sample)` to a number or
+    dict, or `(args, samples)` to a list with `group_reward`. `dynamic_filter`: `(args, samples)` to
+    `DynamicFilterOutput`. `tokenize`: `(args, prompt)` to token ids, for prompts without. `detokenize`: `(args, tokens)`
+    to text, where the engine has no `/v1/detokenize`. `hook_args` are further attributes of `args`.
+
+    Pause. `pause_policy`: `abort` ends requests and saves prefixes; `drain` finishes the groups in hand; `in_place`
+    freezes the engines.
+
+    Limits. `engine_timeout_s`: how long no engine may answer before the worker gives up. `abort_timeout_s`: how long an
+    abort may take. `refusals_max`: groups in a row that end in an engine's refusal before the worker stops, since then
+    the worker's options are wrong and not the prompts. `groups_max`: stop after so many groups (0: no bound)."""
+
+    engines: tuple[str, ...]
+    queue: str = "rollout"
+    role: str = "worker"
+    lease_seconds: float = LEASE_SECONDS
+    io_concurrency: int = 4
+
+    concurrency: int = 64
+    workers: int = 1
+    worker_index: int = 0
+    max_groups: int = 0
+    max_concurrent_samples: int = 0
+    api_key: str | None = None
+
+    samples: int = 8
+    max_new_tokens: int = 1024
+    max_context_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    sampling_extra: dict[str, Any] = {}
+    logprobs: bool = True
+    logprob_mode: str = "original"
+    top_logprobs: int = 0
+    routed_experts: bool = False
+
+    partial_rollout: bool = True
+    mask_offpolicy_in_partial_rollout: bool = False
+    changed_sampling: ChangedSampling = "refuse"
+    save_tokens: int = 0
+    save_seconds: float = 60.0
+
+    reward: str = ""
+    group_reward: bool = False
+    dynamic_filter: str = ""
+    tokenize: str = ""
+    detokenize: str = ""
+    hook_args: dict[str, Any] = {}
+
+    pause_policy: PausePolicy = "abort"
+
+    engine_timeout_s: float = 120.0
+    abort_timeout_s: float = 30.0
+    refusals_max: int = 8
+    groups_max: int = 0
+    log_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not self.engines:
+            raise BadInput("a worker needs the URL of at least one engine (or router)")
+        _check_numbers(self)
+        if not 0 <= self.worker_index < self.workers:
+            raise BadInput(f"worker_index is {self.worker_index}; of {self.workers} workers they are 0 to W - 1")
+        if self.max_concurrent_samples and self.max_concurrent_samples < self.samples:
+            raise BadInput(
+                f"max_concurrent_samples is {self.max_concurrent_samples}, less than one group of {self.samples}"
+            )
+        if not self.partial_rollout and self.pause_policy == "in_place":
+            raise BadInput(
+                "partial_rollout=False and pause_policy=in_place contradict each other: a frozen request goes on under "
+                "other weights; use abort or drain"
+            )
+        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
+            raise BadInput("mask_offpolicy_in_partial_rollout needs partial_rollout")
+        if self.group_reward and not self.reward:
+            raise BadInput("group_reward says how the reward hook is called; name the hook in reward")
+        if self.save_tokens and self.looks_back:
+            raise BadInput(
+                f"save_tokens divides a response into requests, and {self.looks_back} do not look across requests: "
+                "set save_tokens to 0"
+            )
+        self.sampling(self.max_new_tokens)
+
+    @property
+    def looks_back(self) -> str:
+        """Sampling options in use whose effect depends on the earlier output of the same request; empty if none."""
+        named = [name for name in _LOOK_BACK if self.sampling_extra.get(name)]
+        return ", ".join((["stop strings"] if self.stop else []) + named)
+
+    def sampling(self, max_new_tokens: int) -> Sampling:
+        """Sampling options of one request."""
+        extra = dict(self.sampling_extra)
+        fields = {name: extra.pop(name) for name in (*_LOOK_BACK, "seed") if name in extra}
+        return Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            extra=extra,
+            **fields,
+        )
+
+    def engine_options(self) -> EngineOptions:
+        """Limits of the engine client that follow from these."""
+        return EngineOptions(
+            concurrency=self.concurrency,
+            api_key=self.api_key,
+            start_timeout_s=self.engine_timeout_s,
+            retry_s=self.engine_timeout_s,
+            abort_deadline_s=self.abort_timeout_s,
+            abort_poll_s=min(0.3, self.abort_timeout_s / 10),
+            probe_interval_s=min(5.0, max(0.2, self.engine_timeout_s / 10)),
+        )
+
+
+_LOOK_BACK = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
+_AT_LEAST_ONE = ("io_concurrency", "concurrency", "workers", "samples", "max_new_tokens", "refusals_max")
+_NOT_NEGATIVE = (
+    "max_groups", "max_concurrent_samples", "max_context_tokens", "top_logprobs", "save_tokens", "save_seconds",
+    "groups_max",
+)  # fmt: skip
+_POSITIVE = ("lease_seconds", "engine_timeout_s", "abort_timeout_s", "log_seconds")
+
+
+def _check_numbers(options: WorkerOptions) -> None:
+    for name in _AT_LEAST_ONE:
+        if getattr(options, name) < 1:
+            raise BadInput(f"{name} is {getattr(options, name)}; it must be at least 1")
+    for name in _NOT_NEGATIVE:
+        if not getattr(options, name) >= 0:
+            raise BadInput(f"{name} is {getattr(options, name)}; it must not be negative (0 switches it off)")
+    for name in _POSITIVE:
+        value = getattr(options, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise BadInput(f"{name} is {value}; it must be positive")
+    if options.top_logprobs and not options.logprobs:
+        raise BadInput("top_logprobs needs logprobs")
