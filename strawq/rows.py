@@ -233,7 +233,7 @@ def rows_from_base64(
         piece = text[first : first + _BASE64_CHARACTERS]
         last = first + len(piece) == len(text)
         try:
-            # Three times as fast as binascii, and strict about the alphabet.
+            # About twice as fast as binascii, and strict about the alphabet.
             data = msgspec.convert(piece if isinstance(piece, str) else piece.decode("ascii"), bytes)
         except (msgspec.ValidationError, ValueError) as error:
             raise BadInput(f"capture is not base64 near character {first}: {error}") from error
