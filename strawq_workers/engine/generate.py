@@ -97,7 +97,10 @@ def specs_of(body: GenerateBody, options: EngineOptions) -> list[RequestSpec]:
         limit = _check_length(len(prompt), params[place], options)
         _check_tokens("input_ids", prompt)
         if options.skip_tokenizer_init and params[place].stops:
-            raise Refused(f"stop={params[place].stop!r} is unavailable when skip_tokenizer_init=True.")
+            raise Refused(
+                f"stop={params[place].stop!r} is unavailable when skip_tokenizer_init=True (requires tokenizer to decode "
+                "tokens to text for matching)."
+            )
         for copy in range(n):
             specs.append(
                 RequestSpec(
@@ -178,6 +181,8 @@ def _wanted(body: GenerateBody, place: int, count: int, prompt_length: int, opti
             f"tokens len(req.origin_input_ids)={prompt_length}. Please use a smaller routed_experts_start_len."
         )
     flat_both = body.return_flat_raw_top_logprobs
+    if body.stream and (flat_both or body.return_flat_raw_output_top_logprobs):
+        raise Refused("flat top logprobs are not available on a stream.")
     return Wanted(
         logprobs=logprobs,
         logprob_start=start if logprobs and start is not None and start >= 0 else None,
