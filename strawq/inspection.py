@@ -87,6 +87,7 @@ class Inspection(msgspec.Struct, frozen=True):
     checkpoints: list[CheckpointView]
     branches: list[BranchView]
     objects: ObjectCounts
+    damage: tuple[str, ...] = ()
 
 
 def count_tasks(queue: Queue) -> TaskCounts:
@@ -105,7 +106,7 @@ def count_tasks(queue: Queue) -> TaskCounts:
     )  # fmt: skip
 
 
-def inspect_state(state: State, header: PoolHeader) -> Inspection:
+def inspect_state(state: State, header: PoolHeader, damage: tuple[str, ...] = ()) -> Inspection:
     branch = state.branch
     queues = {name: branch.queues[name] for name in branch.queues}
     files = inline = file_bytes = inline_bytes = 0
@@ -147,6 +148,7 @@ def inspect_state(state: State, header: PoolHeader) -> Inspection:
             for row in state.branches.values()
         ],
         objects=ObjectCounts(files, file_bytes, inline, inline_bytes),
+        damage=damage,
     )
 
 

@@ -23,7 +23,7 @@ from strawq.core.names import require_name
 from strawq.errors import BadInput, Damaged, FormatUnsupported, NotAPool
 from strawq.inspection import Inspection, inspect_state
 from strawq.limits import FORMAT_VERSION, LEASE_SECONDS
-from strawq.model import PoolHeader, QueueConfig, StoredObject
+from strawq.model import Checkpoint, PoolHeader, QueueConfig, StoredObject
 from strawq.payloads import Payloads
 from strawq.queue import Queue
 from strawq.session import SessionKeeper
@@ -88,17 +88,10 @@ class Pool:
         """Make a pool in the directory `path` (new or empty) and open it. `options` as for `open`. `BadInput` if one
         is there."""
         require_name(run_id, "run")
-        root = Path(path).expanduser().absolute()
+        root = require_free(path)
         configs = dict(queues) if isinstance(queues, Mapping) else {name: QueueConfig() for name in queues}
         for name in configs:
             require_name(name, "queue")
-        if root.exists() and not root.is_dir():
-            raise BadInput(f"{root} is not a directory")
-        foreign = sorted(set(os.listdir(root)) - set(layout.DIRECTORIES) - _MOUNT_NAMES) if root.is_dir() else []
-        if layout.HEADER in foreign:
-            raise BadInput(f"{root} holds a pool already; open it, or choose another directory")
-        if foreign:
-            raise BadInput(f"{root} is not empty (it holds {foreign[0]!r}); choose a new directory for the pool")
         if exclusive_create not in ("link", "rename"):
             raise BadInput(f"exclusive_create is link or rename, not {exclusive_create!r}")
         header = PoolHeader(
@@ -232,13 +225,28 @@ class Pool:
     def drop_branch(self, name: str) -> None:
         self.commit(c.DropBranch(request=self.new_request(), name=name))
 
+    def checkpoints(self) -> list[Checkpoint]:
+        """The checkpoints with their metadata and bindings, by name."""
+        points: list[Checkpoint] = self.log.refresh(lambda machine: list(machine.state.checkpoints.values()))
+        return points
+
+    def expire_session(self, session: str, reason: str = "") -> None:
+        """Take a session for dead before its lease says so. `BadInput` if none of that id is live."""
+        command = c.Expire(request=self.new_request(), session=session, reason=reason)
+        if isinstance(self.commit(command), e.Refusal):
+            raise BadInput(f"there is no live session {session!r}; `strawq sessions list` shows those that there are")
+
     def snapshot(self) -> int:
         """Write a snapshot of the newest entry; returns its number."""
         return self.log.snapshot()
 
     def inspect(self) -> Inspection:
-        """Counts of one log position; they always add up."""
-        counted: Inspection = self.log.refresh(lambda machine: inspect_state(machine.state, self.header))
+        """Counts of one log position; they always add up. Damage of the log is named, and what can be read is shown."""
+
+        def look(machine: Machine) -> Inspection:
+            return inspect_state(machine.state, self.header, tuple(self.log.damage.values()))
+
+        counted: Inspection = self.log.refresh_leniently(look)
         return counted
 
     def branch(self) -> str:
@@ -302,6 +310,27 @@ class Pool:
 
 _MOUNT_NAMES = frozenset({".accesslog", ".config", ".stats", ".trash", "lost+found"})
 """What a mount's own root may hold."""
+
+
+def require_free(path: str | os.PathLike[str]) -> Path:
+    """Where a new pool may be made: the absolute path of a directory that is empty or not there. `BadInput` says why
+    not."""
+    if not os.fspath(path) or "\0" in os.fspath(path):
+        raise BadInput(f"{os.fspath(path)!r} is no directory; name one for the pool")
+    root = Path(path).expanduser().absolute()
+    try:
+        if not root.is_dir():
+            if root.exists():
+                raise BadInput(f"{root} is not a directory")
+            return root
+        foreign = sorted(set(os.listdir(root)) - set(layout.DIRECTORIES) - _MOUNT_NAMES)
+    except OSError as error:
+        raise storage_failed("look into", str(root), error) from error
+    if layout.HEADER in foreign:
+        raise BadInput(f"{root} holds a pool already; open it, or choose another directory")
+    if foreign:
+        raise BadInput(f"{root} is not empty (it holds {foreign[0]!r}); choose a new directory for the pool")
+    return root
 
 
 def create_pool(files: Files, header: PoolHeader) -> None:

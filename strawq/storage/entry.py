@@ -16,7 +16,8 @@ from strawq.errors import Damaged
 
 
 class EntryLine(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Line 1. `inline` are pairs of digest and size in bytes; their offsets follow from the order."""
+    """Line 1. `inline` are pairs of digest and size in bytes; their offsets follow from the order. `voids` names the
+    entry before as one that was never whole, so that history goes on behind it; `prev` is then the one before that."""
 
     seq: int
     prev: str
@@ -25,6 +26,7 @@ class EntryLine(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     time_ms: int
     events: list[msgspec.Raw]
     inline: list[tuple[str, int]] = []
+    voids: int = 0
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -83,4 +85,6 @@ def decode_entry(seq: int, path: str, data: bytes) -> Entry:
 
 
 def _damaged(path: str, why: str) -> Damaged:
-    return Damaged(f"log entry {path} is damaged: {why}; `strawq verify` says what depends on it")
+    return Damaged(
+        f"log entry {path} is damaged: {why}; if it stays so, `strawq verify --repair` lets history go on behind it"
+    )

@@ -76,6 +76,16 @@ class CommitLog(Replay[M]):
             self._catch_up()
             return view(self.machine) if view is not None else None
 
+    def refresh_leniently(self, view: Callable[[M], Any]) -> Any:
+        """Like `refresh`, but where an entry is damaged the state before it is shown and the damage is named in
+        `damage`. For looking at a pool, never for deciding."""
+        with self._lead:
+            try:
+                self._catch_up()
+            except Damaged as error:
+                self.damage[layout.entry(self.machine.seq + 1)] = str(error)
+            return view(self.machine)
+
     def peek(self, view: Callable[[M], Any]) -> Any:
         """Read the state as far as this process has folded it."""
         with self._lead:
@@ -256,6 +266,31 @@ class CommitLog(Replay[M]):
         self._advance(seq, digest, sum(len(part) for part in buffers))
         self.commits += 1
         return "committed"
+
+    def void_tip(self) -> int:
+        """Let history go on behind a damaged entry that is the newest: nobody can have built on it, and with a
+        truthful fsync nobody was told that it was committed. Returns its number, or 0 if the newest entry is whole.
+
+        The void is itself an entry, so of two repairs, or a repair and a commit, one wins."""
+        with self._lead:
+            try:
+                self._catch_up()
+                return 0
+            except Damaged:
+                seq = self.machine.seq + 1
+            if self.read_entry(seq + 1) is not None:
+                raise Damaged(
+                    f"log entry {layout.entry(seq)} is damaged and others follow it: history cannot be read past "
+                    "it; restore the file"
+                )
+            line = EntryLine(
+                seq + 1, self.tip, self._clock.new_id(), self.staging.instance, self._clock.wall_ms(), [], voids=seq
+            )
+            self._make_segment(seq + 1)
+            self._exclusive(seq + 1, line.id, [encode_entry(line)[0]])
+            self._catch_up()
+            self._make_durable(self.machine.seq)
+            return seq
 
     def _make_segment(self, seq: int) -> None:
         number = layout.segment(seq)

@@ -89,16 +89,25 @@ class Replay(Generic[M]):
         for _ in range(RELOAD_TRIES):
             if not self._loaded:
                 self._load()
-            while True:
-                entry = self.read_entry(self.machine.seq + 1)
-                if entry is None:
-                    break
+            while (entry := self._next_entry()) is not None:
                 self._fold(entry)
             if not self._below_floor(self.machine.seq):
                 return
             self._loaded = False
             self._clock.sleep(0.01 + 0.1 * self._clock.jitter())
         raise StorageFailed("the log was trimmed past every snapshot that a listing shows; run `strawq verify`")
+
+    def _next_entry(self) -> Entry | None:
+        """The entry after the newest that is folded; one that a repair has declared void is passed over."""
+        seq = self.machine.seq + 1
+        try:
+            return self.read_entry(seq)
+        except Damaged:
+            following = self.read_entry(seq + 1)
+            if following is None or following.line.voids != seq:
+                raise
+            self.damage[layout.entry(seq)] = f"log entry {layout.entry(seq)} was never whole and is void"
+            return following
 
     def _load(self) -> None:
         snapshot = next(usable_snapshots(self.files, self.pool, self.damage), None)

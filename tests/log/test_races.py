@@ -206,8 +206,42 @@ def test_a_torn_entry_at_the_tip_is_named_and_never_half_read() -> None:
         torn.remove(layout.entry(seq))
         torn.stage(layout.entry(seq), [data[:size]])
         reader = world.process(files=torn)
+        seen = reader.inspect()
+        assert seen.queues["rollout"].tasks.total == 0, "what is whole is shown"
+        assert layout.entry(seq) in seen.damage[0], "and the damage is named"
         with pytest.raises(Damaged, match=layout.entry(seq)):
-            reader.inspect()
+            reader.queue()
+        if size % 40 == 0:
+            assert reader.log.void_tip() == seq
+            assert world.process(files=torn).queue().submit(prompts(1)).prompts == 1, "history goes on behind it"
+            assert reader.log.void_tip() == 0
+
+
+def test_of_two_repairs_and_a_commit_behind_a_torn_tip_one_wins() -> None:
+    world = World()
+    pool = world.process()
+    pool.queue().submit(prompts(2))
+    seq = pool.log.machine.seq
+    data = world.memory.read(layout.entry(seq))
+    world.memory.remove(layout.entry(seq))
+    world.memory.stage(layout.entry(seq), [data[:50]])
+    first, second = world.process(), world.process()
+    before_publish(first, lambda: (second.log.void_tip(), second.queue().submit(prompts(3)), None)[2])
+    first.log.void_tip()
+    assert dump(first) == dump(second) == dump(world.process())
+    assert first.queue().counts().total == 3
+
+
+def test_a_damaged_entry_with_others_behind_it_is_not_voided() -> None:
+    world = World()
+    pool = world.process()
+    pool.queue().submit(prompts(2))
+    seq = pool.log.machine.seq
+    pool.queue().submit(prompts(2))
+    world.memory.remove(layout.entry(seq))
+    world.memory.stage(layout.entry(seq), [b"{}"])
+    with pytest.raises(Damaged, match="others follow"):
+        world.process().log.void_tip()
 
 
 def test_one_flipped_bit_anywhere_in_an_entry_is_never_accepted() -> None:
