@@ -1,0 +1,18 @@
+"""The command line. Its rule: results go to stdout, talk goes to stderr, the exit code says what to do next, and no
+traceback ever reaches a user.
+
+A verb is a function in a module whose name ends in `_verbs`, marked with `@verb` (see `app`). It returns an `Answer`;
+printing it as text or as JSON, and turning errors into one line and an exit code, happens here and in `errors`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Nothing is raised."""
+    from strawq.cli.errors import guarded
+
+    return guarded(list(sys.argv[1:] if argv is None else argv))

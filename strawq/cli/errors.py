@@ -1,0 +1,153 @@
+"""From exceptions to one line and an exit code.
+
+The rule: every ending of a command has an exit code of the table in `app.EXIT_CODES`. An error of strawq says its own
+line; a mistake on the command line points at the verb's help; anything else is a fault of strawq, and its traceback
+goes to a file that the line names (STRAWQ_DEBUG=1 shows it as well).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import typer
+
+from strawq.cli.output import Answer, one_line, print_json, say, show
+from strawq.errors import StrawqError
+
+INTERRUPTED = 130
+TERMINATED = 143
+PIPE_CLOSED = 141
+
+# Typer 0.15 builds on click, later ones carry a copy of it: the base of usage errors is found, not imported.
+_USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
+
+
+class Terminated(BaseException):
+    """SIGTERM: leave through every `with`, so that leases are given back."""
+
+
+def guarded(arguments: list[str]) -> int:
+    """Run the command that `arguments` say and print its answer; returns the exit code."""
+    as_json = wants_json(arguments)
+    try:
+        try:
+            with _terminable():
+                return _run(arguments, as_json)
+        except Exception as error:  # noqa: BLE001 (the last frame: whatever it is, it becomes one line)
+            return _explain(error, as_json)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return INTERRUPTED
+    except Terminated:
+        say("terminated")
+        return TERMINATED
+    except BrokenPipeError:
+        _forget_stdout()
+        return PIPE_CLOSED
+
+
+def wants_json(arguments: list[str]) -> bool:
+    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return "--json" in before or os.environ.get("STRAWQ_JSON", "").strip().lower() in _TRUE
+
+
+def _run(arguments: list[str], as_json: bool) -> int:
+    from strawq.cli.app import load
+
+    answer = load()(args=arguments, prog_name="strawq", standalone_mode=False)
+    if isinstance(answer, Answer):
+        try:
+            show(answer, as_json)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            _forget_stdout()
+            say(f"the result could not be written to stdout: {error.strerror}")
+            return 6
+        return answer.exit_code
+    sys.stdout.flush()
+    return answer if isinstance(answer, int) else 0
+
+
+def _explain(error: Exception, as_json: bool) -> int:
+    """Print what went wrong; returns the exit code."""
+    if isinstance(error, BrokenPipeError):
+        raise error
+    if isinstance(error, typer.Abort):
+        raise KeyboardInterrupt from error
+    if isinstance(error, StrawqError):
+        kind, message, code = error.kind, str(error), error.exit_code
+        if debugging():
+            traceback.print_exc()
+    elif isinstance(error, _USAGE):
+        kind, message, code = "usage", _usage(error), 2
+        if not message:  # no arguments at all: the help has been printed
+            return 2
+    else:
+        kind, code = "fault", 1
+        message = f"this is a fault of strawq: {type(error).__name__}: {error}; please report it with {_keep(error)}"
+    say(message)
+    if as_json:
+        print_json({"error": {"kind": kind, "message": one_line(message)}})
+    return code
+
+
+def _usage(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return ""
+    path = context.command_path if context is not None else "strawq"
+    message = " ".join(str(error.format_message()).split()).rstrip(".")
+    return f"{message}; see `{path} --help`"
+
+
+def debugging() -> bool:
+    return os.environ.get("STRAWQ_DEBUG", "").strip().lower() in _TRUE
+
+
+def _keep(error: Exception) -> str:
+    """Write the traceback to a file of its own; returns how to name it."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    if debugging():
+        print(text, file=sys.stderr, end="", flush=True)
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="strawq-fault-", suffix=".log", delete=False) as file:
+            file.write(f"strawq {' '.join(sys.argv[1:])}\n{text}")
+    except OSError as failure:
+        return f"the output of STRAWQ_DEBUG=1 (its traceback could not be written: {failure.strerror})"
+    return file.name
+
+
+def _forget_stdout() -> None:
+    """Nobody reads any more: the interpreter's last flush must not complain."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does. Only the main thread may say so, and a handler that is there stays."""
+    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if not mine:
+        yield
+        return
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
