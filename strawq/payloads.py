@@ -127,6 +127,10 @@ class Payloads:
             raise Damaged(f"tensor {ref.name} is in pack {ref.pack[:12]}, to which no object of task {task} refers")
         return self._packs().rows(layout.pack_file(owner.epoch, ref.pack), ref, f"task {task}")
 
+    def verify_pack(self, path: str, digest: str) -> int:
+        """Check every byte of a tensor file; returns its size. `Damaged` or `Gone` name it."""
+        return self._packs().verify(path, digest)
+
     def _packs(self) -> PackReader:
         if self._pack_reader is None:
             from strawq.storage.tensors import PackReader

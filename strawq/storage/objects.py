@@ -83,11 +83,12 @@ class ObjectStore:
             if data is not None:
                 self._cache.move_to_end(digest)
                 return data
-        data = self._read_checked(stored)
+        data = self.read_checked(stored)
         self._remember(digest, data)
         return data
 
-    def _read_checked(self, stored: StoredObject) -> bytes:
+    def read_checked(self, stored: StoredObject) -> bytes:
+        """Like `read`, past the cache."""
         error: StrawqError
         for wait in (*_WAITS_SECONDS, None):
             name = self._name(stored)

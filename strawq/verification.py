@@ -1,0 +1,266 @@
+"""Is everything that the pool promises still there? Reads, compares, names; changes nothing unless `repair` is asked
+for.
+
+Checked: that the log is one chain, that snapshots are what a fold gives, that the state is sound, that every object
+the state reaches is there with its size (with `full`: every byte against its digest), and what dead processes left
+behind. A repair does only what loses nothing: it declares a torn newest entry void, and removes damaged snapshots
+that others make up for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from strawq.core.image import dump_state
+from strawq.core.invariants import findings as unsound
+from strawq.core.machine import Machine
+from strawq.core.state import State
+from strawq.errors import Damaged, Gone, StorageFailed, StrawqError
+from strawq.garbage import explain
+from strawq.model import StoredObject
+from strawq.storage import layout
+from strawq.storage.entry import Entry
+from strawq.storage.failure import storage_failed
+from strawq.storage.process import known_dead
+from strawq.storage.replay import GENESIS
+from strawq.storage.sessions import read_beat
+from strawq.storage.snapshots import Snapshot, decode_snapshot, snapshot_numbers
+
+if TYPE_CHECKING:
+    from strawq.pool import Pool
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is checked, how much is done and how much there is."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that is not as it should be: which, what is wrong, what depends on it, what to do."""
+
+    what: str
+    problem: str
+    depends: tuple[str, ...]
+    remedy: str
+
+
+class Verified(msgspec.Struct, frozen=True):
+    """Clean if there are no findings. `oldest_entry` is where history begins; entries before it were trimmed."""
+
+    findings: tuple[Finding, ...]
+    head_seq: int
+    oldest_entry: int
+    entries: int
+    snapshots: int
+    objects: int
+    bytes_hashed: int
+    repaired: tuple[str, ...] = ()
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """No progress is shown."""
+
+
+def verify(pool: Pool, *, full: bool = False, repair: bool = False, progress: Progress = _silent) -> Verified:
+    """Check the pool. `full` reads every payload byte. `repair` does what loses nothing and reports it in
+    `repaired`."""
+    repaired = tuple(_repair(pool)) if repair else ()
+    found: list[Finding] = []
+    state: State = pool.log.refresh_leniently(lambda machine: machine.state)
+    entries, oldest = _check_log(pool, state.seq, found, progress)
+    snapshots = _check_snapshots(pool, oldest, found, progress)
+    found += [
+        Finding("state", sentence, (), "report this with a copy of the log: it is a fault of strawq")
+        for sentence in unsound(state)
+    ]
+    hashed = _check_objects(pool, state, full, found, progress)
+    found += _left_behind(pool, state)
+    return Verified(tuple(found), state.seq, oldest, entries, snapshots, len(state.objects), hashed, repaired)
+
+
+def _repair(pool: Pool) -> Iterator[str]:
+    voided = pool.log.void_tip()
+    if voided:
+        yield f"log entry {layout.entry(voided)} was torn and is void now; history goes on behind it"
+    whole = [seq for seq in snapshot_numbers(pool.files) if isinstance(_read_snapshot(pool, seq), Snapshot)]
+    from_start = _read_entry(pool, 1) is not None
+    for seq in snapshot_numbers(pool.files):
+        if seq not in whole and (from_start or any(other > seq for other in whole)):
+            pool.files.remove(layout.snapshot(seq))
+            yield f"snapshot {layout.snapshot(seq)} was damaged and is removed; others serve"
+    if not whole or whole[0] < max(snapshot_numbers(pool.files), default=0):
+        yield f"snapshot {layout.snapshot(pool.log.snapshot())} is written"
+
+
+def _check_log(pool: Pool, head: int, found: list[Finding], progress: Progress) -> tuple[int, int]:
+    """The chain from the oldest entry that is there to the newest. Returns how many were read, and the oldest."""
+    floor: int = pool.log.peek(lambda machine: machine.state.meta.floor)
+    oldest = max(floor, 1)
+    previous, count, seq = GENESIS if oldest == 1 else "", 0, oldest
+    while seq <= head + 1:
+        entry = _read_entry(pool, seq)
+        if isinstance(entry, str):
+            following = _read_entry(pool, seq + 1)
+            if isinstance(following, Entry) and following.line.voids == seq:
+                seq += 1
+                continue
+            rest = f"every state after entry {seq - 1} that no snapshot holds"
+            remedy = (
+                "`strawq verify --repair` lets history go on behind it"
+                if seq == head + 1
+                else "restore the file from a copy"
+            )
+            found.append(Finding(layout.entry(seq), entry, (rest,), remedy))
+            previous = ""
+        elif entry is None:
+            if seq <= head:
+                found.append(
+                    Finding(
+                        layout.entry(seq), "is missing", (f"reading history at {seq}",), "restore the file from a copy"
+                    )
+                )
+            previous = ""
+        else:
+            if previous and entry.line.prev != previous:
+                found.append(Finding(layout.entry(seq), "follows another history", (), "restore the file from a copy"))
+            previous = entry.digest
+            count += 1
+        if count % 500 == 0:
+            progress("log", seq - oldest, head - oldest + 1)
+        seq += 1
+    return count, oldest
+
+
+def _read_entry(pool: Pool, seq: int) -> Entry | str | None:
+    """The entry, what is wrong with it, or None if it is not there."""
+    try:
+        return pool.log.read_entry(seq)
+    except StrawqError as error:
+        return str(error)
+
+
+def _read_snapshot(pool: Pool, seq: int) -> Snapshot | str | None:
+    path = layout.snapshot(seq)
+    try:
+        return decode_snapshot(pool.header.pool_id, seq, pool.files.read(path))
+    except FileNotFoundError:
+        return None
+    except Damaged as error:
+        return str(error)
+    except OSError as error:
+        return str(storage_failed("read", path, error))
+
+
+def _check_snapshots(pool: Pool, oldest: int, found: list[Finding], progress: Progress) -> int:
+    """Each snapshot is what folding from the one before it (or from the first entry) gives."""
+    base: Machine | None = Machine() if oldest == 1 else None
+    numbers = sorted(snapshot_numbers(pool.files))
+    for at, seq in enumerate(numbers):
+        progress("snapshots", at, len(numbers))
+        snapshot = _read_snapshot(pool, seq)
+        if snapshot is None:
+            continue
+        if isinstance(snapshot, str):
+            others = "the pool is opened from an older snapshot" if at else "the pool is opened from the log's start"
+            found.append(Finding(layout.snapshot(seq), snapshot, (others,), "`strawq verify --repair` removes it"))
+            continue
+        if base is not None and not _folds_to(pool, base, snapshot):
+            found.append(
+                Finding(
+                    layout.snapshot(seq),
+                    "is not what the log folds to",
+                    ("every process that opens the pool",),
+                    "remove it and open the pool from an older one; report this: it is a fault of strawq",
+                )
+            )
+        base = Machine()
+        base.load(snapshot.body, seq)
+    return len(numbers)
+
+
+def _folds_to(pool: Pool, base: Machine, snapshot: Snapshot) -> bool:
+    """Whether folding `base` up to the snapshot gives its bytes. True where entries in between are gone or
+    unreadable: that is another finding."""
+    while base.seq < snapshot.line.seq:
+        entry = _read_entry(pool, base.seq + 1)
+        if isinstance(entry, str):
+            entry = _read_entry(pool, base.seq + 2)
+        if not isinstance(entry, Entry):
+            return True
+        for event in base.decode(entry.line.seq, entry.line.events):
+            base.apply(event, entry.line.seq, entry.where())
+        base.keep(entry.line.seq)
+    return dump_state(base.state) == bytes(snapshot.body)
+
+
+def _check_objects(pool: Pool, state: State, full: bool, found: list[Finding], progress: Progress) -> int:
+    reasons = explain(state)
+    hashed = 0
+    rows = list(state.objects.values())
+    for at, row in enumerate(rows):
+        if at % 50 == 0:
+            progress("objects", at, len(rows))
+        for path, problem in _object_problems(pool, row, full):
+            remedy = "restore the file from a copy, or end the groups that need it (`strawq failed`, `strawq drop`)"
+            found.append(Finding(path, problem, reasons.get(row.ref.digest, ()), remedy))
+        if full:
+            hashed += row.ref.bytes + row.ref.pack_bytes
+    return hashed
+
+
+def _object_problems(pool: Pool, row: StoredObject, full: bool) -> Iterator[tuple[str, str]]:
+    ref = row.ref
+    if ref.epoch == 0:
+        try:
+            pool.objects.read_checked(row)
+        except (Damaged, Gone, StorageFailed) as error:
+            yield f"object {ref.digest[:12]} in {layout.entry(row.seq)}", str(error)
+        return
+    parts = [(layout.record_file(ref.epoch, ref.digest), ref.bytes)]
+    if ref.pack:
+        parts.append((layout.pack_file(ref.epoch, ref.pack), ref.pack_bytes))
+    for path, size in parts:
+        try:
+            there = pool.files.size(path)
+        except FileNotFoundError:
+            yield path, "is missing"
+            continue
+        except OSError as error:
+            yield path, str(storage_failed("read", path, error))
+            continue
+        if there != size:
+            yield path, f"has {there} bytes, not {size}"
+        elif full:
+            try:
+                if path.endswith(".arrow"):
+                    pool.objects.read_checked(row)
+                else:
+                    pool.payloads.verify_pack(path, ref.pack)
+            except (Damaged, Gone, StorageFailed) as error:
+                yield path, str(error)
+
+
+def _left_behind(pool: Pool, state: State) -> Iterator[Finding]:
+    """Staging of processes that are gone, and leases of sessions that are known to be dead."""
+    live = {pool.instance}
+    for session in state.sessions.values():
+        beat = read_beat(pool.files, session.id)
+        if beat is not None:
+            live.add(beat.instance)
+        if session.id != pool.keeper.current and known_dead(session):
+            leases = sum(len(state.branch.queues[name].held.get(session.id, ())) for name in state.branch.queues)
+            yield Finding(
+                f"session {session.id}",
+                f"its process {session.pid} on {session.host} is dead",
+                (f"{leases} leases",),
+                f"any live worker expires it, or `strawq sessions expire {session.id}`",
+            )
+    leaked = [name for name in pool.files.names(layout.STAGING) if name.rpartition("-")[0] not in live]
+    if leaked:
+        yield Finding(
+            f"{layout.STAGING}/",
+            f"{len(leaked)} staging files of processes that are gone",
+            (),
+            "`strawq gc` removes them",
+        )
