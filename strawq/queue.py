@@ -47,13 +47,15 @@ class Work:
 
 class Change(msgspec.Struct, frozen=True):
     """What to report of one piece of work. `group` is the group as it is now (None: nothing new); what it has beyond
-    the saved one is written."""
+    the saved one is written. Saved tokens that are not in it any more are an error, unless `rewrite` says that they
+    were thrown away on purpose."""
 
     work: Any
     outcome: Outcome
     group: Any = None
     reason: str = ""
     retryable: bool = True
+    rewrite: bool = False
 
 
 class Queue:
@@ -170,7 +172,10 @@ class Queue:
         from strawq.storage.growth import grow_group
         from strawq.storage.records import encode_segments
 
-        rows = [grow_group(change.work.group, change.group) if change.group is not None else [] for change in changes]
+        rows = [
+            grow_group(change.work.group, change.group, rewrite=change.rewrite) if change.group is not None else []
+            for change in changes
+        ]
         publication = encode_segments([part for part in rows if part]) if any(rows) else None
         slices = iter(publication.slices) if publication else iter(())
         items = []
