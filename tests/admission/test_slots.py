@@ -1,0 +1,72 @@
+"""Shares of the engines: what breaks when a worker gets none, or two workers count differently."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strawq.errors import BadInput
+from strawq_workers.admission import divide_samples, divide_slots, shares, total_slots
+
+
+@given(st.integers(1, 64), st.integers(1, 512), st.integers(1, 64), st.integers(1, 32))
+def test_every_worker_gets_a_group_and_no_slot_is_left_over(
+    engines: int, concurrency: int, group: int, workers: int
+) -> None:
+    slots = total_slots(concurrency, engines)
+    if slots < workers * group:
+        with pytest.raises(BadInput, match="every worker needs room for one group"):
+            divide_slots(slots, group, workers)
+        return
+    division = divide_slots(slots, group, workers)
+    assert len(division) == workers
+    assert sum(division) == slots // group
+    assert min(division) >= 1
+    assert max(division) - min(division) <= 1
+    assert division == sorted(division, reverse=True), "the first workers take the remainder"
+
+
+@given(st.integers(1, 2000), st.integers(1, 64), st.integers(1, 32))
+def test_sample_slots_leave_room_for_a_whole_group_on_every_worker(samples: int, group: int, workers: int) -> None:
+    if samples < workers * group:
+        with pytest.raises(BadInput, match="max_concurrent_samples"):
+            divide_samples(samples, group, workers)
+        return
+    division = divide_samples(samples, group, workers)
+    assert sum(division) == samples
+    assert min(division) >= group
+
+
+def test_the_published_numbers() -> None:
+    assert divide_slots(total_slots(16, 8), 8, 1) == [16]
+    assert divide_slots(100, 8, 5) == [3, 3, 2, 2, 2]
+
+
+def test_a_refused_division_says_how_many_workers_would_fit() -> None:
+    with pytest.raises(BadInput, match=r"C·E = 16 .* W·G = 3·8 = 24.*at most 2 workers"):
+        divide_slots(16, 8, 3)
+
+
+@pytest.mark.parametrize(("slots", "group", "workers"), [(8, 0, 1), (8, 1, 0), (8, -1, 1)])
+def test_nonsense_is_refused(slots: int, group: int, workers: int) -> None:
+    with pytest.raises(BadInput):
+        divide_slots(slots, group, workers)
+
+
+@pytest.mark.parametrize(("concurrency", "engines"), [(0, 4), (4, 0)])
+def test_no_engine_or_no_concurrency_is_refused(concurrency: int, engines: int) -> None:
+    with pytest.raises(BadInput, match="at least 1"):
+        total_slots(concurrency, engines)
+
+
+@given(st.permutations(["node-a", "node-b", "node-c", "node-d"]))
+def test_workers_that_list_each_other_in_any_order_agree(order: list[str]) -> None:
+    assert shares([3, 3, 2, 2], order) == {"node-a": 3, "node-b": 3, "node-c": 2, "node-d": 2}
+
+
+def test_two_workers_of_one_name_are_refused() -> None:
+    with pytest.raises(BadInput, match="distinct"):
+        shares([1, 1], ["a", "a"])
+    with pytest.raises(BadInput, match="distinct"):
+        shares([1, 1], ["a"])
