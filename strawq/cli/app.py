@@ -44,6 +44,22 @@ Verbosity = Annotated[
     ),
 ]
 
+ORDER = (
+    "demo",
+    "init",
+    "submit",
+    "engine",
+    "work",
+    "collect",
+    "inspect",
+    "checkpoint",
+    "rollback",
+    "branch",
+    "pause",
+    "resume",
+)
+"""Of verbs in the help: as they are met. Those not named here follow."""
+
 F = TypeVar("F", bound=Callable[..., Answer])
 
 _GROUPS: dict[str, typer.Typer] = {}
@@ -123,12 +139,18 @@ def _with_variable(annotation: Any, words: str, name: str) -> Any:
 
 def listen(verbosity: int) -> None:
     """Send log records of strawq to stderr: warnings, with 1 also what happens, with 2 everything."""
+    hush()
     level = {0: logging.WARNING, 1: logging.INFO}.get(verbosity, logging.DEBUG)
-    for name in ("strawq", "strawq_workers"):
-        logger = logging.getLogger(name)
-        logger.setLevel(level)
-        logger.propagate = False
-        logger.handlers = [handler for handler in logger.handlers if not isinstance(handler, _Talk)] + [_Talk()]
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).addHandler(_TALK)
+
+
+def hush() -> None:
+    """Take that back, for programs that call `main` and go on."""
+    for name in _LOGGERS:
+        logging.getLogger(name).removeHandler(_TALK)
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 class _Talk(logging.Handler):
@@ -136,6 +158,10 @@ class _Talk(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"strawq: {self.format(record)}", file=sys.stderr, flush=True)
+
+
+_TALK = _Talk()
+_LOGGERS = ("strawq", "strawq_workers")
 
 
 def _print_version(wanted: bool) -> None:
@@ -163,4 +189,9 @@ def load() -> typer.Typer:
     for module in pkgutil.iter_modules(strawq.cli.__path__):
         if module.name.endswith("_verbs"):
             import_module(f"strawq.cli.{module.name}")
+    app.registered_commands.sort(key=lambda command: _rank(command.name or ""))
     return app
+
+
+def _rank(name: str) -> int:
+    return ORDER.index(name) if name in ORDER else len(ORDER)

@@ -20,6 +20,7 @@ from typing import Any
 
 import typer
 
+from strawq.cli.app import hush, load
 from strawq.cli.output import Answer, one_line, print_json, say, show
 from strawq.errors import StrawqError
 
@@ -54,6 +55,8 @@ def guarded(arguments: list[str]) -> int:
     except BrokenPipeError:
         _forget_stdout()
         return PIPE_CLOSED
+    finally:
+        hush()
 
 
 def wants_json(arguments: list[str]) -> bool:
@@ -62,8 +65,6 @@ def wants_json(arguments: list[str]) -> bool:
 
 
 def _run(arguments: list[str], as_json: bool) -> int:
-    from strawq.cli.app import load
-
     answer = load()(args=arguments, prog_name="strawq", standalone_mode=False)
     if isinstance(answer, Answer):
         try:

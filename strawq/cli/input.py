@@ -53,8 +53,8 @@ class BadRow(msgspec.Struct, frozen=True):
 
 
 class Source:
-    """One input file. `digest` is that of its content (BLAKE3, 32 hex digits), gzipped or not. `rows` counts all of its rows, bad ones too; `bad` holds the first of the `bad_count` bad
-    ones."""
+    """One input file. `digest` is that of its content (BLAKE3, 32 hex digits), gzipped or not; `rows` counts all of
+    its rows, bad ones too; `bad` holds the first of the `bad_count` bad ones."""
 
     def __init__(self, url: str, file: BinaryIO, kind: Format, local: bool) -> None:
         self.url = url

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, IO, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
