@@ -158,3 +158,12 @@ def test_an_empty_capture_has_no_rows():
     assert rows_from_base64("", (5, 3)).shape == (0, 5, 3)
     floats = np.array([[-0.5, -np.inf]], "<f4")
     np.testing.assert_array_equal(rows_from_base64(base64.b64encode(floats), (2,), dtype="float32"), floats)
+
+
+def test_padding_inside_a_long_capture_is_refused():
+    text = base64.b64encode(bytes(3 << 17)).decode()
+    pieces = range(4, len(text), 4)
+    assert rows_from_base64(text, (), dtype="uint8").shape == (3 << 17,)
+    for end in (1 << 18, 1 << 17, pieces[0], pieces[-1]):
+        with pytest.raises(BadInput, match="not base64"):
+            rows_from_base64(text[: end - 1] + "=" + text[end:], (), dtype="uint8")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from strawq.errors import BadInput, Damaged, Misaligned
 from strawq.model import UNVERSIONED, VersionSpan
 from strawq.samples import Prompt, Sample, SegmentInfo, TopP, cut, extend, oldest_version, token_count
-from strawq.storage.growth import grow_group, load_group
+from strawq.storage.growth import fold, grow_group, load_group
+from strawq.storage.records import decode_segments
 from tests.payloads.build import (
     Saves,
     assert_same,
@@ -305,3 +306,22 @@ def test_extend_refuses_to_mix_top_k_and_top_p():
         extend(first, replace(sample(rng, 0, 4, 2, first=False), sc=top_p(rng, 2)))
     assert isinstance(top_p(rng, 2), TopP)
     assert tokens(rng, 0)["segments"] == ()
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_tensor_rows_that_do_not_follow_are_damage(shift):
+    rng = np.random.default_rng(15)
+    saves = Saves(Prompt("g", [1, 2, 3, 4]))
+    saves.save(None, group(sample(rng, 0, 4, 5)))
+    loaded = saves.load()
+    saves.save(loaded, group(extend(loaded.samples[0], sample(rng, 0, 4, 2, first=False))))
+    rows = [row for saved in saves.parts[1:] for row in decode_segments(saved.records, saved.start, saved.stop)]
+    paths = {ref.pack: saved.pack for row, saved in zip(rows, saves.parts[1:], strict=True) for ref in row.tensors}
+    moved = [replace(ref, start_row=ref.start_row + shift) for ref in rows[1].tensors]
+
+    def fold_rows(*history):
+        return fold("5-3", loaded.prompt, history, lambda ref: saves.reader.rows(paths[ref.pack], ref))
+
+    assert_same(saves.load().samples[0], fold_rows(*rows).samples[0])
+    with pytest.raises(Damaged, match="task 5-3: sample 0"):
+        fold_rows(rows[0], replace(rows[1], tensors=moved))
