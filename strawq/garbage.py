@@ -269,4 +269,10 @@ def explain(state: State) -> dict[str, tuple[str, ...]]:
     for branch in state.branches.values():
         for digest in branch.objects:
             reasons.setdefault(digest, set()).add(f"branch {branch.id}")
+    for pin in state.pins.values():
+        for digest in pin.objects:
+            reasons.setdefault(digest, set()).add(f"pin {pin.name} of session {pin.session}")
+    for archive in state.archives.values():
+        for digest in archive.objects:
+            reasons.setdefault(digest, set()).add(f"archive {archive.name}")
     return {digest: tuple(sorted(why)) for digest, why in sorted(reasons.items())}

@@ -204,6 +204,28 @@ class BranchRow(Row, frozen=True):
     objects: tuple[str, ...] = ()
 
 
+class Pin(Row, frozen=True):
+    """Objects that a session reads from; they stay for as long as it lives or until it lets go."""
+
+    session: str
+    name: str
+    objects: tuple[str, ...]
+
+
+class Archive(Row, frozen=True):
+    """Groups kept beyond their consumption, by reference: `tasks` as they were at entry `seq`, with all that they
+    refer to."""
+
+    name: str
+    queue: str
+    branch: str
+    seq: int
+    tasks: tuple[Task, ...]
+    objects: tuple[str, ...]
+    metadata: str = ""
+    time_ms: int = 0
+
+
 class PoolHeader(Row, frozen=True):
     """`strawq.json`: written once, never changed."""
 

@@ -21,6 +21,7 @@ from strawq.core import events as e
 from strawq.core.machine import Machine
 from strawq.core.names import require_name
 from strawq.errors import BadInput, Damaged, FormatUnsupported, NotAPool
+from strawq.handles import Held
 from strawq.inspection import Inspection, inspect_state
 from strawq.limits import FORMAT_VERSION, LEASE_SECONDS
 from strawq.model import Checkpoint, PoolHeader, QueueConfig, StoredObject
@@ -235,6 +236,16 @@ class Pool:
         command = c.Expire(request=self.new_request(), session=session, reason=reason)
         if isinstance(self.commit(command), e.Refusal):
             raise BadInput(f"there is no live session {session!r}; `strawq sessions list` shows those that there are")
+
+    def pin(self, name: str, groups: Sequence[Held]) -> None:
+        """Keep what these groups refer to for as long as this process's session lives, or until `unpin`. `Gone` if
+        some of it is not reachable any more."""
+        digests = tuple(sorted({part.object for held in groups for part in held.task.parts}))
+        session = self.keeper.require()
+        self.commit(c.PinObjects(request=self.new_request(), session=session, name=name, objects=digests))
+
+    def unpin(self, name: str) -> None:
+        self.commit(c.Unpin(request=self.new_request(), session=self.keeper.require(), name=name))
 
     def snapshot(self) -> int:
         """Write a snapshot of the newest entry; returns its number."""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from strawq.core import events as e
+from strawq.core.apply_lifetime import APPLY_LIFETIME, Where, drop_pin
 from strawq.core.commands import ReportItem
-from strawq.core.image import freeze_branch, thaw_branch
 from strawq.core.state import Answered, Branch, Queue, QueueRow, State, task_key, task_order
 from strawq.limits import REQUESTS_KEPT
 from strawq.model import (
     UNVERSIONED,
     Batch,
-    BranchRow,
-    Checkpoint,
     Pause,
     Producer,
     Slice,
@@ -24,9 +22,6 @@ from strawq.model import (
     Submission,
     Task,
 )
-
-Where = Mapping[str, int]
-"""Offsets of inline objects in the payload of the entry that carries the event, by digest."""
 
 replace = msgspec.structs.replace
 
@@ -98,6 +93,8 @@ def _release_session(state: State, session: str, expired: bool) -> None:
             queue.tasks.put(key, replace(task, session="", expirations=expirations, failed=dead, reason=reason))
         if expired and held:
             queue.change(expirations=queue.row.expirations + len(held))
+    for key in [key for key in state.pins if state.pins[key].session == session]:
+        drop_pin(state, key)
     if session in state.sessions:
         state.sessions.drop(session)
 
@@ -249,108 +246,6 @@ def _resumed(state: State, event: e.Resumed, _seq: int, _where: Where) -> None:
     state.branch.change(pause=None, policy_version=event.version or state.branch.meta.policy_version)
 
 
-def _checkpointed(state: State, event: e.Checkpointed, seq: int, _where: Where) -> None:
-    branch = state.branch
-    objects = _reached(branch)
-    for digest in objects:
-        state.hold(digest, 1)
-    state.checkpoints.put(
-        event.name,
-        Checkpoint(
-            name=event.name,
-            branch=state.active.row,
-            seq=seq,
-            policy_version=branch.meta.policy_version,
-            image=freeze_branch(branch),
-            objects=objects,
-            metadata=event.metadata,
-            bindings=event.bindings,
-            time_ms=event.time_ms,
-        ),
-    )
-
-
-def _reached(branch: Branch) -> tuple[str, ...]:
-    """Digests of all objects that the branch's rows refer to, each once."""
-    digests: set[str] = set()
-    for name in branch.queues:
-        queue = branch.queues[name]
-        digests.update(submission.object for submission in queue.submissions.values())
-        digests.update(part.object for task in queue.tasks.values() for part in task.parts)
-    return tuple(sorted(digests))
-
-
-def _checkpoint_dropped(state: State, event: e.CheckpointDropped, _seq: int, _where: Where) -> None:
-    for digest in state.checkpoints[event.name].objects:
-        state.hold(digest, -1)
-    state.checkpoints.drop(event.name)
-
-
-def _rolled_back(state: State, event: e.RolledBack, seq: int, _where: Where) -> None:
-    """Freeze the branch that is left, thaw the target as a new one. Every lease of the old branch ends here."""
-    checkpoint = state.checkpoints.get(event.target)
-    source = checkpoint or state.branches[event.target]
-    left, old = state.branches[state.active.row], state.branch
-    objects = _reached(old)
-    for digest in objects:
-        state.hold(digest, 1)
-    state.branches.put(
-        left.id,
-        replace(left, image=freeze_branch(old), objects=objects, left_seq=seq, policy_version=old.meta.policy_version),
-    )
-    new = thaw_branch(source.image, state.journal)
-    _hold_branch(state, new, 1)
-    _hold_branch(state, old, -1)
-    for name in new.queues:
-        queue = new.queues[name]
-        for session in sorted(queue.held):
-            for key in sorted(queue.held[session]):
-                queue.tasks.put(key, replace(queue.tasks[key], session=""))
-        for batch in queue.batches.values():
-            queue.batches.put(batch.number, replace(batch, session=""))
-    new.change(pause=None)
-    parent = checkpoint.branch if checkpoint else event.target
-    base = checkpoint.seq if checkpoint else state.branches[event.target].left_seq
-    state.branches.put(event.branch, BranchRow(event.branch, parent=parent, source=event.target, base_seq=base))
-    state.branch_cell.put(new)
-    state.active.put(event.branch)
-    state.change(branches=state.meta.branches + 1)
-
-
-def _hold_branch(state: State, branch: Branch, by: int) -> None:
-    for name in branch.queues:
-        queue = branch.queues[name]
-        for submission in queue.submissions.values():
-            state.hold(submission.object, by)
-        for task in queue.tasks.values():
-            state.hold_parts(task.parts, by)
-
-
-def _branch_dropped(state: State, event: e.BranchDropped, _seq: int, _where: Where) -> None:
-    for digest in state.branches[event.name].objects:
-        state.hold(digest, -1)
-    state.branches.drop(event.name)
-
-
-def _epoch_opened(state: State, event: e.EpochOpened, _seq: int, _where: Where) -> None:
-    state.change(epoch=event.epoch)
-
-
-def _epoch_closed(state: State, event: e.EpochClosed, _seq: int, _where: Where) -> None:
-    state.change(closed_epoch=event.epoch)
-
-
-def _trimmed(state: State, event: e.Trimmed, _seq: int, _where: Where) -> None:
-    state.change(trims=event.number, floor=max(event.floor, state.meta.floor))
-
-
-def _objects_moved(state: State, event: e.ObjectsMoved, _seq: int, _where: Where) -> None:
-    for ref in event.objects:
-        row = state.objects.get(ref.digest)
-        if row is not None and row.ref.epoch == 0:
-            state.objects.put(ref.digest, StoredObject(ref, row.count))
-
-
 _APPLY: dict[type, Callable[[State, Any, int, Where], None]] = {
     e.Configured: _configured,
     e.Joined: _joined,
@@ -369,12 +264,5 @@ _APPLY: dict[type, Callable[[State, Any, int, Where], None]] = {
     e.Paused: _paused,
     e.PauseAcknowledged: _pause_acknowledged,
     e.Resumed: _resumed,
-    e.Checkpointed: _checkpointed,
-    e.CheckpointDropped: _checkpoint_dropped,
-    e.RolledBack: _rolled_back,
-    e.BranchDropped: _branch_dropped,
-    e.EpochOpened: _epoch_opened,
-    e.EpochClosed: _epoch_closed,
-    e.Trimmed: _trimmed,
-    e.ObjectsMoved: _objects_moved,
+    **APPLY_LIFETIME,
 }

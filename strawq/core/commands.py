@@ -173,6 +173,33 @@ class DropBranch(Command, frozen=True, kw_only=True, tag="drop_branch"):
     name: str
 
 
+class PinObjects(Command, frozen=True, kw_only=True, tag="pin"):
+    """Keep objects that the state reaches for as long as the session lives. Pinning again under the same name
+    replaces the pin."""
+
+    session: str
+    name: str
+    objects: tuple[str, ...]
+
+
+class Unpin(Command, frozen=True, kw_only=True, tag="unpin"):
+    session: str
+    name: str
+
+
+class KeepArchive(QueueCommand, frozen=True, kw_only=True, tag="keep_archive"):
+    """Keep these groups as they are now, whatever becomes of them."""
+
+    name: str
+    tasks: tuple[str, ...]
+    metadata: str = ""
+    time_ms: int = 0
+
+
+class DropArchive(Command, frozen=True, kw_only=True, tag="drop_archive"):
+    name: str
+
+
 class OpenEpoch(Command, frozen=True, kw_only=True, tag="open_epoch"):
     """New objects are born in `epoch` from here on."""
 
@@ -221,6 +248,10 @@ AnyCommand = (
     | DropCheckpoint
     | Rollback
     | DropBranch
+    | PinObjects
+    | Unpin
+    | KeepArchive
+    | DropArchive
     | OpenEpoch
     | CloseEpoch
     | Trim

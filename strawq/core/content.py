@@ -8,7 +8,7 @@ from typing import Any
 import blake3
 import msgspec
 
-from strawq.core.commands import AnyCommand, Submit
+from strawq.core.commands import AnyCommand, MoveObjects, Report, Submit
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -17,7 +17,7 @@ def content_digest(command: AnyCommand) -> str:
     """16 hex characters. A retry after a restart has another session, and a republished object another epoch: neither
     is content."""
     changes: dict[str, Any] = {"request": ""}
-    if hasattr(command, "objects"):
+    if isinstance(command, (Submit, Report, MoveObjects)):
         changes["objects"] = tuple(msgspec.structs.replace(ref, epoch=0) for ref in command.objects)
     if isinstance(command, Submit):
         changes["branch"] = ""

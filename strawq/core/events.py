@@ -154,6 +154,29 @@ class BranchDropped(Event, frozen=True, kw_only=True, tag="branch_dropped"):
     name: str
 
 
+class Pinned(Event, frozen=True, kw_only=True, tag="pinned"):
+    session: str
+    name: str
+    objects: tuple[str, ...]
+
+
+class Unpinned(Event, frozen=True, kw_only=True, tag="unpinned"):
+    session: str
+    name: str
+
+
+class Archived(Event, frozen=True, kw_only=True, tag="archived"):
+    name: str
+    queue: str
+    tasks: tuple[str, ...]
+    metadata: str = ""
+    time_ms: int = 0
+
+
+class ArchiveDropped(Event, frozen=True, kw_only=True, tag="archive_dropped"):
+    name: str
+
+
 class EpochOpened(Event, frozen=True, kw_only=True, tag="epoch_opened"):
     epoch: int
 
@@ -193,6 +216,10 @@ AnyEvent = (
     | CheckpointDropped
     | RolledBack
     | BranchDropped
+    | Pinned
+    | Unpinned
+    | Archived
+    | ArchiveDropped
     | EpochOpened
     | EpochClosed
     | Trimmed

@@ -5,10 +5,22 @@ from __future__ import annotations
 
 import msgspec
 
-from strawq.core.state import Answered, Branch, BranchMeta, Meta, Queue, QueueRow, State
+from strawq.core.state import Answered, Branch, BranchMeta, Meta, Queue, QueueRow, State, pin_key
 from strawq.core.tables import Journal
 from strawq.errors import Damaged
-from strawq.model import Batch, BranchRow, Checkpoint, Producer, Receipt, Session, StoredObject, Submission, Task
+from strawq.model import (
+    Archive,
+    Batch,
+    BranchRow,
+    Checkpoint,
+    Pin,
+    Producer,
+    Receipt,
+    Session,
+    StoredObject,
+    Submission,
+    Task,
+)
 
 
 class QueueImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,6 +47,8 @@ class StateImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoints: list[Checkpoint]
     branches: list[BranchRow]
     branch: BranchImage
+    pins: list[Pin]
+    archives: list[Archive]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -60,6 +74,8 @@ def dump_state(state: State) -> bytes:
             checkpoints=list(state.checkpoints.values()),
             branches=list(state.branches.values()),
             branch=_branch_image(state.branch),
+            pins=list(state.pins.values()),
+            archives=list(state.archives.values()),
         )
     )
 
@@ -83,6 +99,10 @@ def load_state(data: bytes | memoryview, seq: int) -> State:
         state.checkpoints.put(checkpoint.name, checkpoint)
     for branch in image.branches:
         state.branches.put(branch.id, branch)
+    for pin in image.pins:
+        state.pins.put(pin_key(pin.session, pin.name), pin)
+    for archive in image.archives:
+        state.archives.put(archive.name, archive)
     state.branch_cell.put(_build_branch(image.branch, state.journal))
     state.journal.clear()
     return state

@@ -51,6 +51,14 @@ def _references(state: State) -> Iterator[str]:
         if reached != set(objects):
             yield f"{name} lists {len(objects)} objects and reaches {len(reached)}"
         counts.update(objects)
+    for pin in state.pins.values():
+        counts.update(pin.objects)
+        if pin.session not in state.sessions:
+            yield f"pin {pin.name} is held by session {pin.session}, which is not live"
+    for archive in state.archives.values():
+        counts.update(archive.objects)
+        if {part.object for task in archive.tasks for part in task.parts} != set(archive.objects):
+            yield f"archive {archive.name} does not list what it refers to"
     stored: dict[str, StoredObject] = {row.ref.digest: row for row in state.objects.values()}
     for digest in counts.keys() - stored.keys():
         yield f"object {digest[:12]} is referred to and not stored"

@@ -7,9 +7,9 @@ from typing import Any
 
 from strawq.core import commands as c
 from strawq.core import events as e
-from strawq.core.names import require_branch, require_name
-from strawq.core.state import State
-from strawq.errors import BadInput
+from strawq.core.names import require_branch, require_name, require_queue, require_session
+from strawq.core.state import State, pin_key
+from strawq.errors import BadInput, Gone
 from strawq.limits import METADATA_BYTES
 
 Answer = e.AnyEvent | e.Refusal
@@ -73,6 +73,46 @@ def _drop_branch(state: State, command: c.DropBranch) -> Answer:
     return e.BranchDropped(name=command.name)
 
 
+def _pin(state: State, command: c.PinObjects) -> Answer:
+    require_session(state, command.session)
+    require_name(command.name, "pin")
+    for digest in command.objects:
+        if digest not in state.objects:
+            raise Gone(f"object {digest[:12]} cannot be pinned: nothing reaches it any more, it may be gone")
+    return e.Pinned(session=command.session, name=command.name, objects=tuple(sorted(set(command.objects))))
+
+
+def _unpin(state: State, command: c.Unpin) -> Answer:
+    if pin_key(command.session, command.name) not in state.pins:
+        return e.Refusal("done", f"there is no pin {command.name} of session {command.session}")
+    return e.Unpinned(session=command.session, name=command.name)
+
+
+def _keep_archive(state: State, command: c.KeepArchive) -> Answer:
+    require_name(command.name, "archive")
+    queue = require_queue(state, command.queue)
+    if command.branch:
+        require_branch(state, command.branch)
+    if command.name in state.archives:
+        raise BadInput(f"there is an archive {command.name!r} already; choose another name or delete it first")
+    if len(command.metadata.encode()) > METADATA_BYTES:
+        raise BadInput(f"the metadata of archive {command.name} is larger than {METADATA_BYTES} bytes")
+    tasks = tuple(dict.fromkeys(command.tasks))
+    missing = [key for key in tasks if key not in queue.tasks]
+    if missing or not tasks:
+        named = ", ".join(missing[:4]) or "none were named"
+        raise BadInput(f"archive {command.name} can keep only groups that are live: {named}")
+    return e.Archived(
+        name=command.name, queue=command.queue, tasks=tasks, metadata=command.metadata, time_ms=command.time_ms
+    )
+
+
+def _drop_archive(state: State, command: c.DropArchive) -> Answer:
+    if command.name not in state.archives:
+        raise BadInput(f"there is no archive {command.name!r} (there are: {', '.join(state.archives) or 'none'})")
+    return e.ArchiveDropped(name=command.name)
+
+
 def _open_epoch(state: State, command: c.OpenEpoch) -> Answer:
     if command.epoch <= state.meta.epoch:
         return e.Refusal("done", f"epoch {state.meta.epoch} is open")
@@ -116,6 +156,10 @@ LIFETIME: dict[type, Callable[[State, Any], Answer]] = {
     c.DropCheckpoint: _drop_checkpoint,
     c.Rollback: _rollback,
     c.DropBranch: _drop_branch,
+    c.PinObjects: _pin,
+    c.Unpin: _unpin,
+    c.KeepArchive: _keep_archive,
+    c.DropArchive: _drop_archive,
     c.OpenEpoch: _open_epoch,
     c.CloseEpoch: _close_epoch,
     c.Trim: _trim,

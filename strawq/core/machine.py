@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from strawq.core.apply import Where, apply
+from strawq.core.apply import apply
+from strawq.core.apply_lifetime import Where
 from strawq.core.commands import AnyCommand
 from strawq.core.decide import Answer, answered, decide
 from strawq.core.events import AnyEvent, Refusal

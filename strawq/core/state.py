@@ -19,12 +19,14 @@ from strawq.core.tables import Cell, Journal, Table
 from strawq.limits import DROP_REASONS, RECEIPTS_KEPT
 from strawq.model import (
     UNVERSIONED,
+    Archive,
     Batch,
     BranchRow,
     Checkpoint,
     End,
     ObjectRef,
     Pause,
+    Pin,
     Producer,
     QueueConfig,
     Receipt,
@@ -59,6 +61,10 @@ def place(task: Task) -> Place:
     if task.batch:
         return "batch"
     return "leased" if task.session else "pending"
+
+
+def pin_key(session: str, name: str) -> str:
+    return f"{session}/{name}"
 
 
 class QueueRow(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -257,6 +263,8 @@ class State:
         self.objects: Table[str, StoredObject] = Table(self.journal)
         self.checkpoints: Table[str, Checkpoint] = Table(self.journal)
         self.branches: Table[str, BranchRow] = Table(self.journal)
+        self.pins: Table[str, Pin] = Table(self.journal)
+        self.archives: Table[str, Archive] = Table(self.journal)
         self.active: Cell[str] = Cell(self.journal, "main")
         self.branch_cell: Cell[Branch] = Cell(self.journal, Branch(self.journal, BranchMeta()))
         self.branches.put("main", BranchRow("main"))
