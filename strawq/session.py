@@ -113,7 +113,8 @@ class SessionKeeper:
             session = self.current
             self._beat += 1
             if session:
-                epoch = self._log.peek(lambda machine: machine.state.meta.epoch)
+                # Read without the log's lock: a heartbeat never waits for a commit, and a hint is all that this is.
+                epoch = self._log.machine.state.meta.epoch
                 write_beat(self._log.files, Beat(session, self._beat, epoch, self._instance))
 
     def _others(self, sessions: list[Session]) -> list[Session]:
