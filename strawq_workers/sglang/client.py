@@ -1,0 +1,450 @@
+"""One engine: generate, abort, pause, weights, health.
+
+The rule: every attempt has a random request id of a fixed length, never used before and never empty, for SGLang aborts
+by prefix. An abort is done when the request's answer is here or the engine is idle, not when the engine said 200; after
+the deadline the connection is closed, so that a late answer has nowhere to arrive. A cancelled caller's request is
+aborted on the engine too.
+
+A paused engine is not dead: `/health` blocks for 20 s while paused, so liveness is asked of `/ready`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import aiohttp
+import msgspec
+
+from strawq.errors import BadInput, EngineUnavailable, StrawqError, TryAgain
+from strawq_workers.sglang.info import Loads, ModelInfo, ServerInfo, config_beside, decode_info, shape_from
+from strawq_workers.sglang.options import EngineOptions
+from strawq_workers.sglang.refusal import refusal_in_stream
+from strawq_workers.sglang.segment import Segment, empty_segment, segment_of, segment_of_cut
+from strawq_workers.sglang.stream import Accumulator, FrameParser
+from strawq_workers.sglang.transport import Transport
+from strawq_workers.sglang.wire import Chunk, GenerateRequest, ModelShape, check_request, decode_chunk, encode_request
+
+log = logging.getLogger("strawq.engines")
+
+PauseMode = Literal["abort", "in_place", "retract"]
+State = Literal["new", "up", "held", "down"]
+"""`held`: it answers but takes no new request (paused, warming up, or stopping): SGLang's `/ready` is 503 then."""
+
+RID_BYTES = 16
+DECODE_IN_THREAD_BYTES = 1 << 20
+"""Bodies above this are decoded in a thread: the event loop has heartbeats to serve."""
+
+
+class StopSignal(Protocol):
+    """What ends a request early: an `asyncio.Event`, or several of them taken together."""
+
+    def is_set(self) -> bool: ...
+
+    async def wait(self) -> object: ...
+
+
+class Flight:
+    """One attempt on the wire. `received` grows with every byte read, `failure` says why it was given up."""
+
+    def __init__(self, rid: str, what: str) -> None:
+        self.rid = rid
+        self.answer = Accumulator(what=what)
+        self.received = 0
+        self.failure: EngineUnavailable | None = None
+        self.sending: asyncio.Task[None]
+
+    def give_up(self, failure: EngineUnavailable | None) -> None:
+        """Closes the connection; with `failure` None the request ends as an abort."""
+        self.failure = failure
+        self.sending.cancel()
+
+
+class EngineClient:
+    """One engine. `await connect()` before use, `await close()` at the end."""
+
+    def __init__(self, url: str, options: EngineOptions | None = None, shape: ModelShape | None = None) -> None:
+        self.options = options or EngineOptions()
+        self.transport = Transport(url, self.options)
+        self.url = self.transport.url
+        self.state: State = "new"
+        self.model = ModelInfo()
+        self.server = ServerInfo()
+        self.paused: PauseMode | None = None
+        self.load: Loads | None = None
+        self.claimed = 0
+        self.failed_probes = 0
+        self.last_error = "not asked yet"
+        self.unusable: StrawqError | None = None
+        self.ready_path = "/ready"
+        self.doubted = asyncio.Event()
+        self.controllers: Callable[[], Sequence[EngineClient]] = lambda: [self]
+        self._given_shape = shape
+        self._shape: ModelShape | None = shape
+        self._reports_spans = False
+        self._flights: dict[str, Flight] = {}
+        self._errands: set[asyncio.Task[None]] = set()
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> ModelShape:
+        if self._shape is None:
+            raise EngineUnavailable(f"{self.url} has not been connected yet: {self.last_error}")
+        return self._shape
+
+    @property
+    def connected(self) -> bool:
+        """Whether the engine has said what it is, at least once."""
+        return self._shape is not None
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    async def connect(self) -> None:
+        """Reads what the engine is. Raises `EngineUnavailable` while it does not answer, `BadInput` if its vocabulary
+        stays unknown, or if another model answers under this URL than before."""
+        model = await self.model_info()
+        if self.model.model_path and model.model_path != self.model.model_path:
+            raise BadInput(f"{self.url} now serves {model.model_path!r}, it served {self.model.model_path!r} before")
+        raw_server = await self._optional("/server_info")
+        self.server = decode_info(msgspec.json.encode(raw_server), ServerInfo, what=f"GET {self.url}/server_info")
+        if self._given_shape is None:
+            raw_model = await self._optional("/model_info")
+            served = (await self._optional("/v1/models")).get("data")
+            card = served[0] if isinstance(served, list) and served and isinstance(served[0], dict) else {}
+            beside = await asyncio.to_thread(config_beside, model.model_path)
+            self._shape = shape_from([card, raw_model, raw_server, beside], url=self.url)
+        self.model = model
+
+    async def _optional(self, path: str) -> dict[str, Any]:
+        status, body = await self.transport.control_status("GET", path)
+        if status >= 400:
+            return {}
+        return decode_info(body, dict[str, Any], what=f"GET {self.url}{path}")
+
+    async def model_info(self) -> ModelInfo:
+        """Model and weight version as they are now."""
+        status, body = await self.transport.control_status("GET", "/model_info")
+        if status == 404:  # sglang-router and older engines know the older name only
+            body = await self.transport.control("GET", "/get_model_info")
+        elif status >= 400:
+            raise EngineUnavailable(f"GET {self.url}/model_info: status {status}")
+        return decode_info(body, ModelInfo, what=f"GET {self.url}/model_info")
+
+    async def weight_version(self) -> str:
+        """The engine's own string; "" if it reports none."""
+        return (await self.model_info()).version
+
+    async def loads(self) -> Loads:
+        body = await self.transport.control("GET", "/v1/loads?include=core,queues")
+        return decode_info(body, Loads, what=f"GET {self.url}/v1/loads")
+
+    # -- health -------------------------------------------------------------------------------------------------
+
+    async def probe(self) -> None:
+        """Asks once whether the engine lives, and moves `state`. Raises nothing that is the engine's fault; see
+        `last_error`."""
+        path = self.ready_path
+        try:
+            status, _ = await self.transport.control_status("GET", path, timeout_s=self.options.probe_timeout_s)
+            if self.state in ("new", "down"):
+                await self.connect()
+            elif status == 404:  # an engine without this path shows that it lives by any answer
+                await self.model_info()
+        except StrawqError as failed:
+            self.failed_probes += 1
+            self.last_error = str(failed)
+            self.unusable = failed if isinstance(failed, BadInput) else None
+            # One missed probe of an engine at work is no reason to stop sending; a failed request is (see `doubt`).
+            if self.state == "new" or self.failed_probes >= self.options.dead_after:
+                self._move("down")
+            if self.failed_probes >= self.options.dead_after:
+                for flight in list(self._flights.values()):
+                    flight.give_up(
+                        EngineUnavailable(f"{self.url} is dead ({self.failed_probes} probes failed): {failed}")
+                    )
+            return
+        self.failed_probes = 0
+        self.unusable = None
+        if status == 503:
+            self.last_error = f"GET {self.url}{path}: status 503, it is paused, starting or stopping"
+        self._move("held" if status == 503 else "up")
+
+    def _move(self, state: State) -> None:
+        if state != self.state:
+            log.info("engine %s is %s (was %s), weight version %r", self.url, state, self.state, self.model.version)
+        self.state = state
+
+    def doubt(self, error: EngineUnavailable) -> None:
+        """A request failed here: no further one is sent until a probe has found the engine well."""
+        self.last_error = str(error)
+        self._move("down")
+        self.doubted.set()
+
+    # -- generation ---------------------------------------------------------------------------------------------
+
+    async def attempt(self, request: GenerateRequest, stop: StopSignal | None = None) -> Segment:
+        """One try, under a fresh request id.
+
+        When `stop` is set, the request is aborted and the tokens made so far come back as a segment that ends in
+        "abort". Raises `BadInput` (the request is wrong), `Misaligned` (the answer is), `EngineUnavailable` (try again,
+        here or elsewhere)."""
+        check_request(request, self.shape)
+        if request.routed_experts and self.server.enable_return_routed_experts is False:
+            raise BadInput(f"{self.url} does not capture routed experts: start it with --enable-return-routed-experts")
+        if request.sampling.max_new_tokens == 0:
+            return empty_segment(request, "length", engine_url=self.url)
+        before = self.model.version if self._reports_spans else await self.weight_version()
+        if stop is not None and stop.is_set():
+            return empty_segment(request, "abort", engine_url=self.url)
+        rid = secrets.token_hex(RID_BYTES)
+        flight = Flight(rid, f"{self.url} request {rid}")
+        streamed = self.options.stream
+        if streamed is None:
+            # Top-k comes as compact base64 in whole answers only.
+            streamed = self.server.incremental_streaming_output is True and not request.top_logprobs
+        body = encode_request(request, rid, stream=streamed)
+        flight.sending = asyncio.ensure_future(self._exchange(flight, body))
+        self._flights[rid] = flight
+        try:
+            await self._await_or_stop(flight, stop)
+            return await self._settle(flight, request, before)
+        except asyncio.CancelledError:
+            self._abort_later(rid)
+            raise
+        finally:
+            del self._flights[rid]
+            if not flight.sending.done():
+                flight.sending.cancel()
+                self._run_on(flight.sending)
+
+    async def _exchange(self, flight: Flight, body: bytes) -> None:
+        what = flight.answer.what
+        async with self.transport.generation(body, what=what) as answer:
+            if answer.content_type == "text/event-stream":
+                await self._read_stream(flight, answer)
+                return
+            whole = await self.transport.read_whole(answer, what=what)
+            flight.received += len(whole)
+        self._take(flight, await _decode(whole, what=what))
+
+    async def _read_stream(self, flight: Flight, answer: aiohttp.ClientResponse) -> None:
+        frames = FrameParser()
+        what = flight.answer.what
+        async for data in answer.content.iter_any():
+            flight.received += len(data)
+            if flight.received > self.options.answer_bytes_max:
+                raise EngineUnavailable(
+                    f"{what}: the stream is longer than answer_bytes_max {self.options.answer_bytes_max}"
+                )
+            for payload in frames.feed(data):
+                self._take(flight, await _decode(payload, what=what))
+            if frames.done:
+                break
+        if not flight.answer.ended:
+            raise EngineUnavailable(
+                f"{what}: the stream ended after {flight.answer.total} tokens without a finish reason"
+            )
+
+    def _take(self, flight: Flight, chunk: Chunk) -> None:
+        if chunk.refused:
+            raise refusal_in_stream(bytes(chunk.error), what=flight.answer.what)
+        flight.answer.add(chunk)
+
+    async def _await_or_stop(self, flight: Flight, stop: StopSignal | None) -> None:
+        if stop is None:
+            await asyncio.wait({flight.sending})
+            return
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({flight.sending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        if not flight.sending.done():
+            await self._abort_flight(flight)
+
+    async def _settle(self, flight: Flight, request: GenerateRequest, before: str) -> Segment:
+        """The segment of a flight whose sending is over, or the reason why there is none."""
+        answer, shape = flight.answer, self.shape
+        if flight.sending.cancelled():
+            error: BaseException | None = flight.failure
+            if error is None:
+                return self._salvage(flight, request, before)
+        else:
+            error = flight.sending.exception()
+        if isinstance(error, EngineUnavailable):
+            self._abort_later(flight.rid)
+            kept = self._salvage(flight, request, before) if self.options.salvage and flight.failure is None else None
+            if kept is not None and kept.tokens:
+                log.warning("kept %d tokens of a request that broke off: %s", kept.tokens, error)
+                return kept
+            raise error
+        if error is not None:
+            raise error
+        if answer.withdrawn:
+            return self._salvage(flight, request, before)
+        after = ""
+        if answer.last.weight_versions is not None:
+            self._reports_spans = True
+        else:
+            self._reports_spans = False
+            after = answer.last.weight_version or await self.weight_version()
+        args = {"rid": flight.rid, "before": before, "after": after, "url": self.url}
+        if flight.received > DECODE_IN_THREAD_BYTES:
+            return await asyncio.to_thread(segment_of, answer, request, shape, **args)
+        return segment_of(answer, request, shape, **args)
+
+    def _salvage(self, flight: Flight, request: GenerateRequest, before: str) -> Segment:
+        return segment_of_cut(flight.answer, request, self.shape, before=before, url=self.url)
+
+    # -- abort --------------------------------------------------------------------------------------------------
+
+    async def _abort_flight(self, flight: Flight) -> None:
+        """Aborts one request by its own id until its answer is here. The abort is sent again and again: one that
+        overtakes its request is ignored by the engine."""
+        await self._abort_until({"rid": flight.rid}, lambda: [flight], self.options.abort_deadline_s, wait_idle=False)
+
+    async def abort_all(self, deadline_s: float | None = None) -> None:
+        """Aborts everything on the engine, other clients' requests too, and returns when it is idle.
+
+        Requests of this client end as aborted segments. Raises `EngineUnavailable` if the engine is not idle by the
+        deadline."""
+        deadline_s = deadline_s or self.options.abort_deadline_s
+        await self._abort_until({"abort_all": True}, lambda: list(self._flights.values()), deadline_s, wait_idle=True)
+
+    async def _abort_until(
+        self, body: dict[str, Any], flights: Callable[[], list[Flight]], deadline_s: float, *, wait_idle: bool
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        started = quiet_since = clock()
+        received, said = -1, "it has not been asked"
+        while True:
+            pending = [flight for flight in flights() if not flight.sending.done()]
+            if not pending and not wait_idle:
+                return
+            idle = False
+            try:
+                for engine in self.controllers():
+                    await engine.transport.control("POST", "/abort_request", body)
+                loads = [await engine.loads() for engine in self.controllers()]
+                idle = all(load.idle for load in loads)
+                said = f"{sum(x.running for x in loads)} requests run and {sum(x.waiting for x in loads)} wait"
+            except StrawqError as failed:
+                said = str(failed)
+            pending = [flight for flight in pending if not flight.sending.done()]
+            if idle and not pending:
+                return
+            seen = sum(flight.received for flight in pending)
+            if not idle or seen != received:
+                quiet_since, received = clock(), seen
+            elif clock() - quiet_since >= self.options.idle_grace_s:
+                # Held at the door of a paused engine: it ignores aborts of these, and would run them after `continue`.
+                for flight in pending:
+                    flight.give_up(None)
+            if clock() - started >= deadline_s:
+                late = EngineUnavailable(
+                    f"{self.url} did not end its work within {deadline_s:g} s after the abort: {said}. "
+                    "A late answer is discarded"
+                    + (f". It is paused ({self.paused}): continue it" if self.paused else "")
+                )
+                for flight in pending:
+                    flight.give_up(late)
+                if wait_idle:
+                    raise late
+                return
+            await _wait_any([flight.sending for flight in pending], self.options.abort_poll_s)
+
+    def _abort_later(self, rid: str) -> None:
+        """Tells the engine in the background that nobody waits for `rid` any more; a whole answer's broken connection
+        is noticed late."""
+
+        async def tell() -> None:
+            try:
+                for engine in self.controllers():
+                    await engine.transport.control(
+                        "POST", "/abort_request", {"rid": rid}, timeout_s=self.options.probe_timeout_s
+                    )
+            except StrawqError as failed:
+                log.info("request %s may run on: %s", rid, failed)
+
+        self._run_on(asyncio.ensure_future(tell()))
+
+    def _run_on(self, task: asyncio.Task[None]) -> None:
+        """Keeps a task that nobody awaits until `close`. Its outcome is of no more interest: `tell` logs, a sending was
+        given up."""
+
+        def over(done: asyncio.Task[None]) -> None:
+            self._errands.discard(done)
+            if not done.cancelled() and done.exception() is not None:
+                log.debug("after the end of a request: %s", done.exception())
+
+        self._errands.add(task)
+        task.add_done_callback(over)
+
+    # -- control ------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Stops generation. `abort` ends running requests with their tokens, `in_place` freezes them, `retract` queues
+        them again."""
+        await self.transport.control(
+            "POST", "/pause_generation", {"mode": mode}, timeout_s=self.options.pause_timeout_s
+        )
+        self.paused = mode
+
+    async def resume(self) -> None:
+        """`/continue_generation`: frozen and held requests go on."""
+        await self.transport.control("POST", "/continue_generation", {}, timeout_s=self.options.pause_timeout_s)
+        self.paused = None
+        self.doubted.set()  # ask at once whether it takes requests again
+
+    async def flush_cache(self, deadline_s: float = 30.0) -> None:
+        """Empties the prefix cache. The engine refuses while it is busy; raises `TryAgain` if it stays so until the
+        deadline."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + deadline_s
+        while True:
+            status, _ = await self.transport.control_status("POST", "/flush_cache")
+            if status < 400:
+                return
+            if status != 400:
+                raise EngineUnavailable(f"POST {self.url}/flush_cache: status {status}")
+            if clock() >= end:
+                raise TryAgain(
+                    f"{self.url} was busy for {deadline_s:g} s and did not flush its cache: "
+                    "abort or await its requests first"
+                )
+            await asyncio.sleep(self.options.abort_poll_s)
+
+    async def update_weights_from_disk(self, model_path: str, weight_version: str, *, flush_cache: bool = True) -> None:
+        """Loads weights. Unpaused, SGLang waits for running requests. `flush_cache` must be False under an `in_place`
+        pause."""
+        body = {"model_path": model_path, "weight_version": weight_version, "flush_cache": flush_cache}
+        await self.transport.control("POST", "/update_weights_from_disk", body, timeout_s=self.options.update_timeout_s)
+
+    async def close(self) -> None:
+        """Ends requests in flight, lets the last aborts out, closes connections."""
+        flights = list(self._flights.values())
+        for flight in flights:
+            flight.give_up(EngineUnavailable(f"the client of {self.url} was closed"))
+        await _wait_any([flight.sending for flight in flights], self.options.probe_timeout_s, every=True)
+        await _wait_any(list(self._errands), self.options.probe_timeout_s, every=True)
+        await self.transport.close()
+
+
+async def _decode(payload: bytes | bytearray, *, what: str) -> Chunk:
+    if len(payload) > DECODE_IN_THREAD_BYTES:
+        return await asyncio.to_thread(decode_chunk, payload, what=what)
+    return decode_chunk(payload, what=what)
+
+
+async def _wait_any(tasks: Sequence[asyncio.Task[None]], seconds: float, *, every: bool = False) -> None:
+    if not tasks:
+        if not every:
+            await asyncio.sleep(seconds)
+        return
+    await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.ALL_COMPLETED if every else asyncio.FIRST_COMPLETED)
