@@ -98,8 +98,8 @@ def specs_of(body: GenerateBody, options: EngineOptions) -> list[RequestSpec]:
         _check_tokens("input_ids", prompt)
         if options.skip_tokenizer_init and params[place].stops:
             raise Refused(
-                f"stop={params[place].stop!r} is unavailable when skip_tokenizer_init=True (requires tokenizer to decode "
-                "tokens to text for matching)."
+                f"stop={params[place].stop!r} is unavailable when skip_tokenizer_init=True (requires tokenizer to "
+                "decode tokens to text for matching)."
             )
         for copy in range(n):
             specs.append(

@@ -96,7 +96,7 @@ def loads_answer(options: EngineOptions, loads: Loads) -> dict[str, Any]:
                     "decode_transfer_queue_reqs": 0,
                     "decode_retracted_queue_reqs": 0,
                 },
-                # SGLang's `paused` stays 0 while the engine is paused; `held` is ours.
+                # SGLang's `paused` stays 0 while the engine is paused; the last two are ours.
                 "queues": {
                     "waiting": loads.waiting,
                     "grammar": 0,
@@ -104,6 +104,7 @@ def loads_answer(options: EngineOptions, loads: Loads) -> dict[str, Any]:
                     "retracted": 0,
                     "prealloc_ready": 0,
                     "held": loads.held,
+                    "weight_updates": loads.weight_updates,
                 },
             }
         ],

@@ -42,6 +42,7 @@ class Loads(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     held: int
+    weight_updates: int
     used_tokens: int
     cached_tokens: int
     generated_tokens: int
@@ -155,6 +156,7 @@ class Scheduler:
             running=len(self._running),
             waiting=len(self._waiting),
             held=len(self._held),
+            weight_updates=len(self._updates),
             used_tokens=sum(len(request.tokens) for request in self._running),
             cached_tokens=self._cache.tokens,
             generated_tokens=self.generated_tokens,
@@ -286,7 +288,9 @@ class Scheduler:
                 self._record(request, logprobs[place], token, within.get(place))
                 self.generated_tokens += 1
             if pace is not None:
-                request.due = max(request.due, now - 1.0 / pace) + 1.0 / pace
+                # A late step is made up for, by one token at most.
+                base = max(request.due, now - 1.0 / pace) if request.due else now
+                request.due = base + 1.0 / pace
             if request.finish is not None:
                 self._leave(request)
             if request.finish is not None or request.streams:

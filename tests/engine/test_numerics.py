@@ -228,7 +228,9 @@ def test_a_long_prompt_is_prefilled_in_pieces_while_others_decode() -> None:
     scheduler = scheduler_of()
     short = submit(scheduler, PROMPT, max_new_tokens=50, ignore_eos=True)
     scheduler.step(0.0)
-    long = submit(scheduler, TOKENS.tolist() * 20, max_new_tokens=2, temperature=0, ignore_eos=True, logprob_start_len=0)
+    long = submit(
+        scheduler, TOKENS.tolist() * 20, max_new_tokens=2, temperature=0, ignore_eos=True, logprob_start_len=0
+    )
     scheduler.step(0.0)
     assert short.output_length == 2 and long.output_length == 0 and 0 < long.computed < long.prompt_length
     run(scheduler, short, long)
@@ -393,7 +395,13 @@ def test_penalties_bias_and_a_minimum_length_move_the_logits() -> None:
     biased = submit(scheduler, PROMPT, max_new_tokens=6, temperature=0, logit_bias={"77": 100.0})
     long = submit(scheduler, PROMPT, max_new_tokens=9, min_new_tokens=5, temperature=0, logit_bias={str(EOS_ID): 100.0})
     spread = submit(
-        scheduler, PROMPT, max_new_tokens=40, temperature=0, ignore_eos=True, frequency_penalty=2.0, presence_penalty=2.0
+        scheduler,
+        PROMPT,
+        max_new_tokens=40,
+        temperature=0,
+        ignore_eos=True,
+        frequency_penalty=2.0,
+        presence_penalty=2.0,
     )
     plain = submit(scheduler, PROMPT, max_new_tokens=40, temperature=0, ignore_eos=True)
     run(scheduler, biased, long, spread, plain)
