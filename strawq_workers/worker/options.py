@@ -39,12 +39,13 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     continued and marked (its segments differ, and `metadata["mixed_sampling"]` is true). `save_tokens` ends each
     request after so many tokens, saves, and goes on with the next request; `save_seconds` aborts one that has run for
     so long, saves and goes on (0: off; a prefix is then saved only at an abort). Both need sampling without penalties,
-    stop strings and `min_new_tokens`, which do not look across requests.
+    stop strings and `min_new_tokens`, which do not look across requests (with these, `save_seconds` is not obeyed), and
+    `partial_rollout`.
 
     Hooks are dotted paths, `module.function` or `module:function`. `reward`: `async (args, sample)` to a number or
     dict, or `(args, samples)` to a list with `group_reward`. `dynamic_filter`: `(args, samples)` to
-    `DynamicFilterOutput`. `tokenize`: `(args, prompt)` to token ids, for prompts without. `detokenize`: `(args, tokens)`
-    to text, where the engine has no `/v1/detokenize`. `hook_args` are further attributes of `args`.
+    `DynamicFilterOutput`. `tokenize`: `(args, prompt)` to token ids, for prompts without. `detokenize`: `(args,
+    tokens)` to text, where the engine has no `/v1/detokenize`. `hook_args` are further attributes of `args`.
 
     Pause. `pause_policy`: `abort` ends requests and saves prefixes; `drain` finishes the groups in hand; `in_place`
     freezes the engines.
@@ -127,6 +128,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"save_tokens divides a response into requests, and {self.looks_back} do not look across requests: "
                 "set save_tokens to 0"
             )
+        if self.save_tokens and not self.partial_rollout:
+            raise BadInput("save_tokens saves prefixes, and partial_rollout=False keeps none: set save_tokens to 0")
         self.sampling(self.max_new_tokens)
 
     @property

@@ -1,0 +1,138 @@
+"""What the groups of one worker share: engines, queue, hooks, capacity, and whether requests must hold still.
+
+The rule: groups know nothing of each other. What concerns all of them (a pause, an engine that is gone, options that
+every engine refuses) passes through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from strawq.aio import AsyncQueue
+from strawq.errors import BadInput, StrawqError
+from strawq_workers.admission.reservations import Admission
+from strawq_workers.sglang.fleet import Fleet
+from strawq_workers.sglang.segment import Segment
+from strawq_workers.worker.generation import Plan
+from strawq_workers.worker.hooks import Hooks
+from strawq_workers.worker.metrics import Counters
+from strawq_workers.worker.options import WorkerOptions
+from strawq_workers.worker.prompts import Texts
+from strawq_workers.worker.reporting import Reporter
+
+log = logging.getLogger("strawq.worker")
+
+FAILURES_KEPT = 20
+
+
+class Hold:
+    """A pause that ends requests: `stopped` is set while none may run, `released` while they may."""
+
+    def __init__(self) -> None:
+        self.stopped = asyncio.Event()
+        self.released = asyncio.Event()
+        self.released.set()
+
+    def close(self) -> None:
+        self.released.clear()
+        self.stopped.set()
+
+    def open(self) -> None:
+        # A new event: requests of before still see the old one set, however quickly the pause was over.
+        self.stopped = asyncio.Event()
+        self.released.set()
+
+
+class Place:
+    """One worker's surroundings. Belongs to one event loop."""
+
+    def __init__(
+        self, options: WorkerOptions, queue: AsyncQueue, fleet: Fleet, hooks: Hooks, admission: Admission
+    ) -> None:
+        self.options = options
+        self.queue = queue
+        self.fleet = fleet
+        self.hooks = hooks
+        self.admission = admission
+        self.plan = Plan.of(options, fleet.shape.context_tokens)
+        self.texts = Texts(fleet, hooks)
+        self.counters = Counters()
+        self.reporter = Reporter(queue, self.counters)
+        self.hold = Hold()
+        self.changed = asyncio.Event()
+        """Something ended or came that admission should look at."""
+        self.stopping = asyncio.Event()
+        self.reason = ""
+        self.fatal: BaseException | None = None
+        self.engine_trouble: StrawqError | None = None
+        self.refusals = 0
+        self.versions: dict[str, None] = {}
+        self.drop_reasons: dict[str, int] = {}
+        self.failures: list[str] = []
+
+    def stop(self, reason: str, fatal: BaseException | None = None) -> None:
+        """Admit nothing more and let every group give back what it has. The first reason stays."""
+        if not self.stopping.is_set():
+            self.reason = reason
+        self.fatal = self.fatal or fatal
+        self.stopping.set()
+        self.changed.set()
+
+    def saw(self, segment: Segment) -> None:
+        self.counters.tokens_generated += segment.tokens
+        for span in segment.versions:
+            for version in filter(None, (span.version, span.last)):
+                self.versions.setdefault(version)
+
+    def accepted(self) -> None:
+        self.counters.groups_accepted += 1
+        self.refusals = 0
+
+    def dropped(self, reason: str) -> None:
+        self.counters.groups_dropped += 1
+        self.drop_reasons[reason] = self.drop_reasons.get(reason, 0) + 1
+        self.refusals = 0
+
+    def failed(self, task: str, reason: str, dead: bool) -> None:
+        self.counters.groups_failed += 1
+        if len(self.failures) < FAILURES_KEPT:
+            self.failures.append(f"{task}: {reason}")
+        log.warning("task %s failed%s: %s", task, ", it is a dead letter now" if dead else "", reason)
+
+    def refused(self, error: BadInput) -> None:
+        """An engine or a prefix refused this worker's options. When groups in a row end so, the fault is here."""
+        self.refusals += 1
+        if self.refusals >= self.options.refusals_max:
+            self.stop("refused", BadInput(f"{self.refusals} groups in a row were refused, the last one: {error}"))
+
+    def unavailable(self, error: StrawqError) -> None:
+        """Requests have failed for as long as they may. The worker goes on if some engine still lives."""
+        self.engine_trouble = error
+        if not any(engine.state in ("up", "held") for engine in self.fleet.engines):
+            self.stop("engines", error)
+
+
+async def first_of(*events: asyncio.Event, timeout: float | None = None) -> None:
+    """Returns when one of the events is set, or after `timeout` seconds."""
+    if any(event.is_set() for event in events):
+        return
+    tasks = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """Identity of one lease in this worker's books."""
+
+    branch: str
+    task: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.branch}/{self.task}#{self.number}"

@@ -1,0 +1,128 @@
+"""A worker as a process: open the pool and the engines, run, leave.
+
+The rule: the first SIGTERM or SIGINT ends the work in good order (requests aborted, prefixes saved, leases given back),
+the second one ends the process at once; then the leases expire, and nothing that was saved is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from strawq.aio import AsyncQueue
+from strawq.errors import BadInput
+from strawq.pool import Pool
+from strawq_workers.sglang.fleet import Fleet
+from strawq_workers.worker.hooks import Hooks
+from strawq_workers.worker.loop import Worker, make_admission
+from strawq_workers.worker.metrics import Counters, WorkerSummary, log_line
+from strawq_workers.worker.options import WorkerOptions
+from strawq_workers.worker.place import Place
+
+log = logging.getLogger("strawq.worker")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run_worker(pool: str | os.PathLike[str], options: WorkerOptions) -> WorkerSummary:
+    """Work on the pool in directory `pool` until its queue is sealed and empty, or until a signal. Blocks.
+
+    Raises `BadInput` (options, hooks), `EngineUnavailable` (no engine has answered for `engine_timeout_s`),
+    `OperatorNeeded` (storage); before that, everything in hand has been given back."""
+    return asyncio.run(work(pool, options, signals=True))
+
+
+async def work(
+    pool: str | os.PathLike[str],
+    options: WorkerOptions,
+    *,
+    stop: asyncio.Event | None = None,
+    signals: bool = False,
+    started: Callable[[Worker], None] | None = None,
+) -> WorkerSummary:
+    """As `run_worker`, on a running event loop, until `stop` is set. `started` gets the worker before its first
+    lease."""
+    stop = stop or asyncio.Event()
+    hooks = Hooks(options)
+    if signals and threading.current_thread() is threading.main_thread():
+        _end_on_signals(stop)
+    opened = await asyncio.to_thread(Pool.open, Path(pool), role=options.role, lease_seconds=options.lease_seconds)
+    queue: AsyncQueue | None = None
+    try:
+        queue = AsyncQueue(await asyncio.to_thread(opened.queue, options.queue), options.io_concurrency)
+        fleet = await _open_fleet(options, stop)
+        if fleet is None:
+            return WorkerSummary(reason="signal", seconds=0.0, counters=Counters())
+        async with fleet:
+            await _check_engines(fleet, options)
+            place = Place(options, queue, fleet, hooks, make_admission(options, fleet))
+            summary = await _run(Worker(place, opened), stop, started)
+        log.info("ended (%s): %s", summary.reason, log_line(summary.counters, 0))
+        return summary
+    finally:
+        if queue is not None:
+            await asyncio.to_thread(queue.close)
+        await asyncio.to_thread(opened.close)
+
+
+async def _run(worker: Worker, stop: asyncio.Event, started: Callable[[Worker], None] | None) -> WorkerSummary:
+    if started is not None:
+        started(worker)
+
+    async def pass_on() -> None:
+        await stop.wait()
+        worker.place.stop("signal")
+
+    passing = asyncio.ensure_future(pass_on())
+    try:
+        return await worker.run()
+    finally:
+        passing.cancel()
+
+
+async def _open_fleet(options: WorkerOptions, stop: asyncio.Event) -> Fleet | None:
+    """The engines, or None if the worker was told to stop before one answered."""
+    opening = asyncio.ensure_future(Fleet.open(options.engines, options.engine_options()))
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        both: set[asyncio.Future[object]] = {opening, stopping}  # type: ignore[arg-type]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if opening.done():
+            return opening.result()
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        return None
+    finally:
+        stopping.cancel()
+
+
+async def _check_engines(fleet: Fleet, options: WorkerOptions) -> None:
+    """Refuse, before the first lease, what every request would be refused for."""
+    for engine in fleet.engines:
+        if options.routed_experts and engine.connected and engine.server.enable_return_routed_experts is False:
+            raise BadInput(
+                f"{engine.url} does not capture routed experts: start it with --enable-return-routed-experts, or run "
+                "the worker without routed_experts"
+            )
+    if options.pause_policy == "in_place" and any(engine.state == "held" for engine in fleet.engines):
+        log.info("engines are held as the worker starts; they go on when the pool is resumed")
+
+
+def _end_on_signals(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            log.warning("second signal (%s): ending at once; leases expire by themselves", number.name)
+            logging.shutdown()
+            os._exit(128 + number)
+        log.warning("%s: giving back what is in hand; a second signal ends at once", number.name)
+        stop.set()
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)

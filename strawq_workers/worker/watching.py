@@ -1,0 +1,175 @@
+"""What goes on in the pool around the work: other branches, lost sessions, pauses.
+
+The rule: a lease that is not ours any more is let go within a second, without a report; the work goes on with the new
+session and the new branch. A pause keeps every lease and burns no attempt: it is acknowledged when, by the worker's
+policy, its engines' work has stopped and prefixes are saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from strawq.errors import BadInput, StrawqError
+from strawq.model import Pause
+from strawq.pool import Pool
+from strawq_workers.worker.group import GroupRun
+from strawq_workers.worker.place import Place, first_of
+from strawq_workers.worker.reporting import words
+
+log = logging.getLogger("strawq.worker")
+
+LOOK_SECONDS_MAX = 0.4
+RETRY_S = 1.0
+
+
+class Around(msgspec.Struct, frozen=True):
+    """The pool as of one look."""
+
+    branch: str
+    sessions: frozenset[str]
+    pause: Pause | None
+    policy_version: str
+
+
+def look(pool: Pool) -> Around:
+    """One look at the newest log entry. Reads files: call it in a thread."""
+
+    def view(machine: Any) -> Around:
+        state = machine.state
+        meta = state.branch.meta
+        sessions = frozenset(session.id for session in state.sessions.values())
+        return Around(state.active.row, sessions, meta.pause, meta.policy_version)
+
+    around: Around = pool.log.refresh(view)
+    return around
+
+
+class Watcher:
+    """Looks around until cancelled. Belongs to the worker's event loop."""
+
+    def __init__(self, place: Place, pool: Pool, runs: Callable[[], Iterable[GroupRun]]) -> None:
+        self.place = place
+        self.pool = pool
+        self.runs = runs
+        self.paused = False
+        self.look_now = asyncio.Event()
+        self._quiescing: asyncio.Task[None] | None = None
+        self._acknowledged = False
+        self._said: set[str] = set()
+        self._seconds = min(LOOK_SECONDS_MAX, place.options.lease_seconds / 4)
+
+    async def run(self) -> None:
+        try:
+            while True:
+                await first_of(self.look_now, timeout=self._seconds)
+                self.look_now.clear()
+                try:
+                    around = await self.place.queue.run(look, self.pool)
+                except (StrawqError, OSError) as error:
+                    log.warning("the pool cannot be read just now: %s", error)
+                    continue
+                self._let_go(around)
+                await self._follow_pause(around)
+        finally:
+            if self._quiescing is not None:
+                self._quiescing.cancel()
+                await asyncio.gather(self._quiescing, return_exceptions=True)
+
+    # -- leases -------------------------------------------------------------------------------------------------
+
+    def _let_go(self, around: Around) -> None:
+        for run in self.runs():
+            lease = run.lease
+            if run.lost:
+                continue
+            if lease.branch != around.branch:
+                self._say(f"the pool went from branch {lease.branch} to {around.branch}")
+                self.place.counters.branches_left += f"b {lease.branch}" not in self._said
+                self._said.add(f"b {lease.branch}")
+                run.lose(f"branch {around.branch} is active")
+            elif lease.session not in around.sessions:
+                self._say(f"session {lease.session} of this worker was taken for dead")
+                self.place.counters.sessions_lost += f"s {lease.session}" not in self._said
+                self._said.add(f"s {lease.session}")
+                run.lose(f"session {lease.session} has ended")
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            log.warning("%s: its groups are dropped, their requests aborted; going on with new work", what)
+
+    # -- pause --------------------------------------------------------------------------------------------------
+
+    async def _follow_pause(self, around: Around) -> None:
+        if around.pause is None:
+            if self.paused:
+                await self._resume(around)
+            return
+        if not self.paused:
+            self.paused, self._acknowledged = True, False
+            self.place.counters.pauses += 1
+            self.place.admission.pause()
+            log.info("admission is paused (%s); policy %s", around.pause.reason, self.place.options.pause_policy)
+            self._begin()
+        elif self._acknowledged and self.pool.keeper.current not in around.pause.acknowledged:
+            # Another pause has followed the first between two looks, or this is another session of ours.
+            self._acknowledged = False
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._quiescing is None or self._quiescing.done():
+            self._quiescing = asyncio.ensure_future(self._quiesce())
+
+    async def _quiesce(self) -> None:
+        policy = self.place.options.pause_policy
+        while True:
+            try:
+                if policy == "abort":
+                    self.place.hold.close()
+                    await asyncio.gather(*(run.settle() for run in self.runs()))
+                elif policy == "drain":
+                    while list(self.runs()):
+                        self.place.changed.clear()
+                        await first_of(self.place.changed, timeout=self._seconds)
+                else:
+                    await self.place.fleet.pause("in_place")
+                await self.place.queue.run(self.pool.acknowledge_pause)
+                self._acknowledged = True
+                log.info("pause acknowledged: %s", _STOPPED[policy])
+                return
+            except BadInput as error:
+                log.error("the pause cannot be obeyed: %s", words(error))
+                self.place.stop("pause", error)
+                return
+            except StrawqError as error:
+                log.warning("the pause is not acknowledged yet: %s", words(error))
+                await asyncio.sleep(RETRY_S)
+
+    async def _resume(self, around: Around) -> None:
+        if self._quiescing is not None:
+            self._quiescing.cancel()
+            await asyncio.gather(self._quiescing, return_exceptions=True)
+            self._quiescing = None
+        if self.place.options.pause_policy == "in_place":
+            try:
+                await self.place.fleet.resume()
+            except StrawqError as error:
+                log.warning("engines do not go on yet: %s", words(error))
+                return  # the next look tries again
+        self.paused = False
+        self.place.hold.open()
+        self.place.admission.resume()
+        self.place.changed.set()
+        log.info("resumed at policy version %s", around.policy_version or "(none)")
+
+
+_STOPPED = {
+    "abort": "requests ended, prefixes saved",
+    "drain": "all groups in hand are handed in",
+    "in_place": "engines are frozen with their requests",
+}
