@@ -1,0 +1,340 @@
+"""What a trainer calls: the next batch of complete groups, read and checked, until it says that it is done with it.
+
+The rule: a batch is the same groups from the moment it is taken until it is finished, whoever dies in between. One
+consumer name is one trainer: while a batch of that name is open in another process, no other one is taken, for the
+trainer that comes after a crash must see the same batch again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from strawq.errors import BadInput, Fenced, TryAgain
+from strawq.handles import Batch, Held
+from strawq.model import UNVERSIONED, policy_number
+from strawq.pool import Pool
+from strawq.samples import Group
+from strawq_workers.admission.staleness import staleness_of
+
+log = logging.getLogger("strawq.collector")
+
+POLL_S = 0.02
+POLL_MAX_S = 1.0
+SAY_SECONDS = 30.0
+
+
+class Shard:
+    """Some groups of a batch, in its order. Nothing is read before it is asked for."""
+
+    def __init__(self, pool: Pool, batch: Batch, held: Sequence[Held]) -> None:
+        self._pool = pool
+        self.batch = batch
+        self._held = tuple(held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(held.task.id for held in self._held)
+
+    def __iter__(self) -> Iterator[Group]:
+        """The groups, each read and verified as it is reached; tensors are read when they are touched. `Damaged` or
+        `Gone` name the object that is not what it should be."""
+        return (self._pool.payloads.load(held) for held in self._held)
+
+    def groups(self) -> list[Group]:
+        return list(self)
+
+    def split(self, rank: int, world: int) -> Shard:
+        """The share of one of `world` ranks: groups `rank`, `rank + world`, ... Only their rows are read."""
+        if not 0 <= rank < world:
+            raise BadInput(f"rank {rank} is not one of {world}")
+        return Shard(self._pool, self.batch, self._held[rank::world])
+
+
+class CollectedBatch(Shard):
+    """A batch in this trainer's hands. `served` is the policy version when it was taken."""
+
+    def __init__(self, pool: Pool, batch: Batch, served: str) -> None:
+        super().__init__(pool, batch, batch.groups)
+        self.served = served
+
+    @property
+    def id(self) -> str:
+        return self.batch.id
+
+    @property
+    def delivery(self) -> int:
+        """Above 1: an earlier holder died or let go before finishing it."""
+        return self.batch.delivery
+
+    def metrics(self) -> dict[str, float]:
+        """Staleness under slime's names: served version minus the oldest version of a group's tokens, over the groups
+        for which both are numbers; the others are counted. Reads nothing."""
+        served = policy_number(self.served)
+        ages = [_age(held.task.version, served) for held in self._held]
+        known = [age for age in ages if age is not None]
+        found: dict[str, float] = {"rollout/staleness/unknown_count": len(ages) - len(known)}
+        if known:
+            found["rollout/staleness/mean"] = sum(known) / len(known)
+            found["rollout/staleness/max"] = max(known)
+        return found
+
+    def share(self) -> bytes:
+        """The batch as bytes, for ranks in other processes: `open_shared` reads its groups there. It names objects, and
+        holds no tensors."""
+        return msgspec.msgpack.encode((self.batch, self.served))
+
+
+def _age(oldest: int, served: int) -> int | None:
+    return staleness_of(None if oldest == UNVERSIONED else oldest, None if served == UNVERSIONED else served)
+
+
+def open_shared(pool: Pool, shared: bytes) -> CollectedBatch:
+    """The batch that another process has taken and `share`d. Finishing it is that process's business."""
+    try:
+        batch, served = msgspec.msgpack.decode(shared, type=tuple[Batch, str])
+    except msgspec.MsgspecError as error:
+        raise BadInput(f"these {len(shared)} bytes are not a shared batch: {error}") from error
+    return CollectedBatch(pool, batch, served)
+
+
+class Collector:
+    """Takes batches of one queue for one consumer. Not safe from many threads."""
+
+    def __init__(self, pool: Pool, queue: str = "rollout", consumer: str = "trainer") -> None:
+        self.pool = pool
+        self.queue = queue
+        self.consumer = consumer
+
+    def next_batch(
+        self,
+        count: int,
+        *,
+        timeout: float | None = None,
+        fewer: bool = False,
+        wait: Callable[[float], Any] = time.sleep,
+    ) -> CollectedBatch | None:
+        """The batch that was left unfinished, else `count` ready groups; None when the queue is sealed and used up (the
+        last batch may be smaller).
+
+        Waits until there are enough, at most `timeout` seconds: then `TryAgain` says what is missing. `fewer`: what is
+        ready by then is taken, if there is any. `wait` is called with the seconds to sleep, and may raise."""
+        if count < 1:
+            raise BadInput(f"a batch has at least one group, not {count}")
+        started = said = time.monotonic()
+        delay = POLL_S
+        while True:
+            left = None if timeout is None else started + timeout - time.monotonic()
+            late = left is not None and left <= 0
+            holder = self._holder()
+            if holder is None:
+                taken = self.pool.queue(self.queue).take_batch(count, consumer=self.consumer, fewer=fewer and late)
+                if taken.batch is not None:
+                    return self._collected(taken.batch)
+                if taken.status == "sealed":
+                    return None
+                missing = taken.detail
+            else:
+                missing = holder
+            if late:
+                raise TryAgain(f"no batch of {count} groups within {timeout:g} s: {missing}; {self._who_works()}")
+            if time.monotonic() - said > SAY_SECONDS:
+                said = time.monotonic()
+                log.warning("waiting for %d groups: %s; %s", count, missing, self._who_works())
+            wait(delay if left is None else min(delay, max(left, 0.001)))
+            delay = min(2 * delay, POLL_MAX_S)
+
+    def _collected(self, batch: Batch) -> CollectedBatch:
+        collected = CollectedBatch(self.pool, batch, self.pool.policy_version())
+        if batch.delivery > 1:
+            log.info("batch %s is delivered again (%d)", batch.id, batch.delivery)
+        return collected
+
+    def _holder(self) -> str | None:
+        """Who else has an open batch of this consumer, in words. A dead one is expired by our heartbeat thread."""
+        own = self.pool.keeper.require()
+
+        def view(machine: Any) -> str | None:
+            state = machine.state
+            queue = state.branch.queues.get(self.queue)
+            for batch in queue.batches.values() if queue is not None else ():
+                if batch.consumer == self.consumer and batch.session not in ("", own):
+                    session = state.sessions.get(batch.session)
+                    where = f"{session.host}, pid {session.pid}" if session is not None else "unknown"
+                    return (
+                        f"batch {batch.id} of consumer {self.consumer} is open in session {batch.session} ({where}): "
+                        "it comes back when that process is dead; a second trainer needs a consumer name of its own"
+                    )
+            return None
+
+        found: str | None = self.pool.log.refresh(view)
+        return found
+
+    def _who_works(self) -> str:
+        """Whether waiting makes sense, in words."""
+        seen = self.pool.inspect()
+        view = seen.queues[self.queue]
+        leases = sum(session.leases for session in seen.sessions)
+        words = f"{leases} groups are leased by {sum(1 for s in seen.sessions if s.leases)} processes"
+        if seen.paused is not None:
+            words += f", admission is paused ({seen.paused.reason})"
+        if view.tasks.failed:
+            words += f", {view.tasks.failed} tasks are dead letters (`strawq failed list`)"
+        if not leases and not seen.paused:
+            words += ": is a worker running?"
+        return words
+
+    def finish(self, batch: CollectedBatch, dropped: Sequence[tuple[str, str]] = ()) -> None:
+        """The trainer is done with the batch; groups in `dropped` (task, reason) end as dropped. `Fenced` if it has
+        been delivered to somebody else since: what was trained on it counts twice then."""
+        self.pool.queue(self.queue).finish_batch(batch.batch, dropped=dropped)
+
+    def give_back(self, batch: CollectedBatch) -> None:
+        """Its groups are ready again, for any consumer."""
+        self.pool.queue(self.queue).return_batch(batch.batch)
+
+
+# -- JSON lines -----------------------------------------------------------------------------------------------------
+
+
+class CollectSummary(msgspec.Struct, frozen=True):
+    """`batches` were finished, `groups` and `tokens` (response tokens) are in them; `sealed`: there will be no more."""
+
+    batches: int
+    groups: int
+    tokens: int
+    sealed: bool
+    metrics: dict[str, float]
+
+
+def group_record(group: Group, batch: Batch) -> dict[str, Any]:
+    """A group as JSON values. Log-probs are those of the policy that made the token, as stored."""
+    prompt = group.prompt
+    return {
+        "batch": f"{batch.branch}/{batch.id}",
+        "task": group.task_id,
+        "group_id": prompt.group_id,
+        "prompt": {
+            "text": prompt.text,
+            "tokens": None if prompt.tokens is None else prompt.tokens.tolist(),
+            "messages": prompt.messages,
+            "label": prompt.label,
+            "metadata": prompt.metadata,
+        },
+        "samples": [
+            {
+                "index": sample.index,
+                "tokens": sample.tokens.tolist(),
+                "logprobs": None if sample.logprobs is None else sample.logprobs.tolist(),
+                "loss_mask": sample.loss_mask.tolist(),
+                "versions": msgspec.to_builtins(sample.versions),
+                "reward": sample.reward,
+                "status": sample.status,
+                "finish_reason": sample.finish_reason,
+                "text": sample.text,
+                "metadata": sample.metadata,
+            }
+            for sample in group.samples
+        ],
+    }
+
+
+def collect_to_jsonl(
+    pool: Pool,
+    out: str | os.PathLike[str],
+    *,
+    count: int,
+    batches: int = 0,
+    queue: str = "rollout",
+    consumer: str = "trainer",
+    timeout: float | None = None,
+    fewer: bool = False,
+    wait: Callable[[float], Any] = time.sleep,
+) -> CollectSummary:
+    """Write `batches` batches (0: until the queue is sealed and used up) to `out`, one line for each group, `-` for
+    stdout. A batch is finished when its lines are durable.
+
+    A file that is there is continued: a batch that an earlier run wrote, and did not live to finish, is not written
+    twice."""
+    collector = Collector(pool, queue, consumer)
+    groups = tokens = done = 0
+    metrics: dict[str, float] = {}
+    with _Lines(out) as lines:
+        while not batches or done < batches:
+            batch = collector.next_batch(count, timeout=timeout, fewer=fewer, wait=wait)
+            if batch is None:
+                return CollectSummary(done, groups, tokens, True, metrics)
+            records = [group_record(group, batch.batch) for group in batch]
+            lines.write(f"{batch.batch.branch}/{batch.id}", records)
+            try:
+                collector.finish(batch)
+            except Fenced as error:
+                raise Fenced(
+                    f"batch {batch.id} is written to {out}, and was taken by somebody else: {error}"
+                ) from error
+            done += 1
+            groups += len(batch)
+            tokens += sum(len(sample["tokens"]) for record in records for sample in record["samples"])
+            metrics = batch.metrics()
+    return CollectSummary(done, groups, tokens, False, metrics)
+
+
+class _Lines:
+    """The output file: knows which batches stand in it, and cuts off one that stands there by half."""
+
+    def __init__(self, out: str | os.PathLike[str]) -> None:
+        self._path = None if os.fspath(out) == "-" else Path(out)
+        self._file: BinaryIO | None = None
+        self._starts: dict[str, int] = {}
+
+    def __enter__(self) -> _Lines:
+        if self._path is not None:
+            self._file = open(self._path, "r+b" if self._path.exists() else "w+b")
+            self._read()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _read(self) -> None:
+        assert self._file is not None
+        at = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                self._starts.setdefault(json.loads(line)["batch"], at)
+            except (ValueError, KeyError, TypeError) as error:
+                raise BadInput(f"{self._path} has a line at byte {at} that is no collected group: {error}") from error
+            at += len(line)
+        self._file.seek(at)
+
+    def write(self, batch: str, records: list[dict[str, Any]]) -> None:
+        data = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+        if self._file is None:
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+            return
+        start = self._starts.get(batch)
+        if start is not None:
+            # An earlier run wrote it, whole or in part, and did not live to finish it: then it is the last one there.
+            if start != max(self._starts.values()):
+                raise BadInput(f"{self._path} holds batch {batch} in front of others; write to a new file")
+            self._file.seek(start)
+            self._file.truncate()
+        self._starts[batch] = self._file.tell()
+        self._file.write(data)
+        self._file.flush()
+        os.fsync(self._file.fileno())
