@@ -76,6 +76,8 @@ def _run(arguments: list[str], as_json: bool) -> int:
             say(f"the result could not be written to stdout: {error.strerror}")
             return 6
         return answer.exit_code
+    if answer == INTERRUPTED:  # how typer hands on a Ctrl-C; older ones raise Abort
+        raise KeyboardInterrupt
     sys.stdout.flush()
     return answer if isinstance(answer, int) else 0
 
