@@ -213,6 +213,7 @@ class EngineClient:
         self._flights[rid] = flight
         try:
             await self._await_or_stop(flight, stop)
+            await asyncio.wait({flight.sending})  # given up is not yet over
             return await self._settle(flight, request, before)
         except asyncio.CancelledError:
             self._abort_later(rid)
@@ -271,11 +272,10 @@ class EngineClient:
     async def _settle(self, flight: Flight, request: GenerateRequest, before: str) -> Segment:
         """The segment of a flight whose sending is over, or the reason why there is none."""
         answer, shape = flight.answer, self.shape
-        if flight.sending.cancelled():
-            error: BaseException | None = flight.failure
-            if error is None:
-                return self._salvage(flight, request, before)
-        else:
+        error: BaseException | None = flight.failure
+        if error is None and flight.sending.cancelled():
+            return self._salvage(flight, request, before)
+        if error is None:
             error = flight.sending.exception()
         if isinstance(error, EngineUnavailable):
             self._abort_later(flight.rid)

@@ -103,6 +103,9 @@ class Meta(msgspec.Struct, frozen=True):
     output_top_logprobs_idx_flat_b64_dtype: str | None = None
     output_top_logprobs_shape: tuple[int, int] | None = None
     output_top_logprobs_null_prefix: int | None = None
+    output_topk_token_ids: bytes | None = None
+    output_topk_log_probs: bytes | None = None
+    output_topk_shape: tuple[int, int] | None = None
     routed_experts: bytes | None = None
     routed_experts_start_len: int | None = None
 
@@ -217,6 +220,8 @@ def top_logprobs_of(meta: Meta, *, what: str) -> tuple[Int32s, Float32s] | None:
         meta.output_top_logprobs_val_flat_b64,
         meta.output_top_logprobs_shape,
     )
+    if ids is None and logprobs is None:  # engines patched for score centering name them otherwise
+        ids, logprobs, shape = meta.output_topk_token_ids, meta.output_topk_log_probs, meta.output_topk_shape
     if ids is None and logprobs is None:
         return None
     if ids is None or logprobs is None or shape is None:
