@@ -75,8 +75,11 @@ def _check_routes(sample: Sample, what: str, prompt_tokens: int | None, since: i
             f"{what}: r3 has shape {list(shape)}; expected {expected} rows [layers, top_k] "
             f"({prompt_tokens} prompt + {len(sample.tokens)} response tokens - 1)"
         )
-    if np.dtype(dtype_name(rows)).kind not in "iu":
+    kind = np.dtype(dtype_name(rows)).kind
+    if kind not in "iu":
         raise BadInput(f"{what}: r3 holds {dtype_name(rows)}; expert ids are whole numbers")
+    if kind == "u":
+        return  # No id can be negative, and -1 is out of bounds for the comparison below.
     first = prompt_tokens + since - 1 if since else 0
     for at, piece in _pieces(rows, first):
         # Engines pad with rows of -1 where no token was routed.

@@ -59,6 +59,11 @@ def test_parts_that_cover_other_tokens_are_refused_with_the_counts(change, messa
         check_sample(replace(good(), **change), 4)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int8, np.int32, np.int64])
+def test_routes_of_any_integer_dtype_pass(dtype):
+    check_sample(Sample(0, [1, 2], versions=(VersionSpan(0, 2, "1"),), r3=np.full((4, 2, 2), 7, dtype)), 3)
+
+
 def test_r3_without_prompt_tokens_is_refused():
     with pytest.raises(Misaligned, match="needs the prompt's token ids"):
         check_sample(good(), None)
