@@ -1,0 +1,350 @@
+"""What the processes of a simulation do: workers, producers, trainers, an operator, a collector, an auditor.
+
+Each behaves as a good client does. `OutcomeUnknown`: ask again with the same request. "Nothing happened": try again or
+leave it. `Fenced`: drop the work. Anything else that a public call raises is a fault of the pool, and ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from strawq.errors import BadInput, Damaged, Fenced, Gone, OutcomeUnknown, RequestConflict, StrawqError
+from strawq.garbage import collect_garbage
+from strawq.handles import Batch, Held
+from strawq.queue import Change, Queue, Work
+from strawq.testing.simulation.book import Note, Promise
+from strawq.testing.simulation.content import grown, make_prompt, mistakes, tokens_of
+from strawq.testing.simulation.host import Process
+from strawq.testing.simulation.violation import Violation, require
+from strawq.trimming import trim_log
+
+if TYPE_CHECKING:
+    from strawq.testing.simulation.world import World
+
+T = TypeVar("T")
+PROMPTS_MAX = 40
+_ASK_TRIES = 12
+
+
+class Actor:
+    """The strand of a process, with what every role needs."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self.world, self.process = world, process
+        self.chance = process.chance
+        self.book = world.book
+
+    def wait(self, mean_s: float) -> None:
+        self.process.clock.sleep(self.chance.expovariate(1 / mean_s))
+
+    @property
+    def queue(self) -> Queue:
+        return self.process.pool.queue()
+
+    def request(self) -> str:
+        return f"r-{self.chance.getrandbits(64):016x}"
+
+    def ask(self, call: Callable[[], T], bad_input: bool = False) -> T | None:
+        """What `call` answers; None if it was refused or given up."""
+        for _ in range(_ASK_TRIES):
+            self.process.must_live()
+            try:
+                return call()
+            except OutcomeUnknown:
+                if self.chance.random() < 0.1:
+                    return None
+            except Fenced:
+                return None
+            except BadInput as error:
+                if bad_input and not isinstance(error, RequestConflict):
+                    return None
+                self.process.must_live()
+                raise Violation(f"{self.process.name} asked for nothing wrong and was refused: {error}") from error
+            except (Damaged, Gone) as error:
+                self.process.must_live()
+                if not self.process.stormy:
+                    raise Violation(f"{self.process.name} was told of damage that is not there: {error}") from error
+            except StrawqError:
+                if self.chance.random() < 0.3:
+                    return None
+            self.wait(0.1)
+        return None
+
+    def check(self, group: Any, task: str, note: Note) -> None:
+        wrong = mistakes(group, task, note.group_id, note.tokens)
+        require(not wrong, f"{self.process.name} read task {task}: {'; '.join(wrong)}")
+
+    def read(self, held: Held, current: Callable[[], bool]) -> Any | None:
+        """The group as it is stored, held against the books; None if it is not this process's any more."""
+        for _ in range(_ASK_TRIES):
+            note = self.book.line.notes.get(held.task.id)
+            if note is None or not current():
+                return None
+            want = Note(note.group_id, tokens=note.tokens)
+            try:
+                group = self.process.pool.payloads.load(held)
+                for sample in group.samples:
+                    if sample.r3 is not None:
+                        sample.r3[:]
+            except StrawqError as error:
+                self.process.must_live()
+                if isinstance(error, Damaged | Gone) and current() and not self.process.stormy:
+                    raise Violation(f"{self.process.name} cannot read task {held.task.id}: {error}") from error
+                self.wait(0.05)
+                continue
+            if not current():
+                return None
+            self.check(group, held.task.id, want)
+            return group
+        return None
+
+
+class Worker(Actor):
+    """Leases groups, grows them token by token, hands them in; sometimes asks twice, or with what it has lost."""
+
+    def run(self) -> None:
+        held: list[Work] = []
+        old: list[Work] = []
+        while True:
+            self.wait(0.1)
+            if len(held) < 3 and self.chance.random() < 0.6:
+                held += self.lease(self.chance.choice([1, 1, 2]))
+            if held:
+                self.go_on(held, old)
+            if old and self.chance.random() < 0.05:
+                self.haunt(self.chance.choice(old))
+            if self.chance.random() < 0.01:
+                self.ask(self.process.pool.close)
+                held.clear()
+
+    def lease(self, count: int) -> list[Work]:
+        request = self.request()
+        answer = self.ask(lambda: self.queue.acquire(count, request_id=request))
+        works = []
+        for lease in answer or ():
+
+            def current(task: str = lease.task, owner: tuple[str, int] = (lease.session, lease.attempt)) -> bool:
+                note = self.book.line.notes.get(task)
+                return self.book.branch == lease.branch and note is not None and note.lease == owner
+
+            group = self.read(lease.held, current)
+            if group is not None:
+                works.append(Work(lease, group))
+        return works
+
+    def go_on(self, held: list[Work], old: list[Work]) -> None:
+        work = held.pop(self.chance.randrange(len(held)))
+        outcomes = ["save", "save", "yield", "complete", "complete", "complete", "drop", "fail"]
+        weights = [4, 4, 1, 3, 3, 3, 0.7, 0.7]
+        changes = [self.change(work, self.chance.choices(outcomes, weights)[0])]
+        if held and self.chance.random() < 0.2:
+            second = held[-1]
+            if (second.lease.session, second.lease.branch) == (work.lease.session, work.lease.branch):
+                changes.append(self.change(held.pop(), "save"))
+        request = self.promise(changes)
+        receipt = self.ask(lambda: self.queue.report(changes, request_id=request))
+        for change in changes:
+            if receipt is not None and receipt.counts(change.work.task) and change.outcome == "save":
+                held.append(change.work)
+            else:
+                old.append(change.work)
+        del old[:-5]
+
+    def change(self, work: Work, outcome: Any) -> Change:
+        group = None
+        if outcome in ("save", "yield", "complete"):
+            count = 0 if outcome != "save" and self.chance.random() < 0.2 and work.group.samples else self.chance.randint(1, 3)
+            version = self.world.truth.state.branch.meta.policy_version
+            group = grown(work.group, work.task, work.lease.attempt, count, version, outcome == "complete")
+        reason = self.chance.choice(["filtered", "engine error"])
+        return Change(work, outcome, group, reason, retryable=self.chance.random() < 0.9)
+
+    def promise(self, changes: list[Change]) -> str:
+        request = self.request()
+        tokens = {change.work.task: tokens_of(change.group) for change in changes if change.group is not None}
+        self.book.promises[request] = Promise(tokens=tokens)
+        return request
+
+    def haunt(self, work: Work) -> None:
+        """Report work again that has ended, or that another has: it must not count."""
+        changes = [self.change(work, self.chance.choice(["save", "complete", "drop", "yield"]))]
+        request = self.promise(changes)
+        self.ask(lambda: self.queue.report(changes, request_id=request))
+
+
+class Producer(Actor):
+    """Reads a data set in order. Two processes with one producer name race for each next piece."""
+
+    name = "data"
+
+    def run(self) -> None:
+        while True:
+            self.wait(0.4)
+            if sum(not note.ended for note in self.book.line.notes.values()) < 14 and self.submitted() < PROMPTS_MAX:
+                self.submit()
+
+    def submitted(self) -> int:
+        return len(self.book.line.notes)
+
+    def submit(self) -> None:
+        count, request = self.chance.randint(1, 4), self.request()
+        if self.chance.random() < 0.2:
+            names = [f"{request}:{i}" for i in range(count)]
+            self.book.promises[request] = Promise(tuple(names))
+            self.ask(lambda: self.queue.submit(map(make_prompt, names), request_id=request))
+            return
+        at = self.ask(lambda: self.queue.cursor(self.name))
+        if at is None:
+            return
+        first = int(at or "0")
+        names = [f"{self.name}:{first + i}" for i in range(count)]
+        self.book.promises[request] = Promise(tuple(names))
+        self.ask(
+            lambda: self.queue.submit(
+                map(make_prompt, names), producer=self.name, cursor=str(first + count), expect=at, request_id=request
+            )
+        )
+
+
+class Trainer(Actor):
+    """Takes batches, reads every group, finishes or returns them, or dies with them."""
+
+    consumer = "trainer"
+
+    def run(self) -> None:
+        while True:
+            self.wait(0.3)
+            self.step(self.chance.randint(1, 3), self.chance.random() < 0.3, 0.7)
+
+    def step(self, count: int, fewer: bool, finishing: float) -> bool:
+        request = self.request()
+        taken = self.ask(lambda: self.queue.take_batch(count, consumer=self.consumer, fewer=fewer, request_id=request))
+        batch = taken.batch if taken is not None else None
+        if batch is None:
+            return False
+        for held in batch.groups:
+            self.read(held, lambda: self.holds(batch))
+        if finishing < 1:
+            self.wait(0.3)
+        self.end(batch, finishing)
+        return True
+
+    def holds(self, batch: Batch) -> bool:
+        parcel = self.book.line.parcels.get(batch.id)
+        owner = (parcel.session, parcel.delivery) if parcel is not None else ("", 0)
+        return self.book.branch == batch.branch and owner == (batch.session, batch.delivery)
+
+    def end(self, batch: Batch, finishing: float) -> None:
+        if self.chance.random() >= finishing:
+            if self.chance.random() < 0.7:
+                request = self.request()
+                self.ask(lambda: self.queue.return_batch(batch, request_id=request))
+            return
+        dropped = [(task, "too old") for task in batch.tasks if self.chance.random() < 0.1]
+        request = self.request()
+        self.ask(lambda: self.queue.finish_batch(batch, dropped=dropped, request_id=request))
+
+
+class Operator(Actor):
+    """Checkpoints, rolls back, pauses, publishes versions, looks after dead letters."""
+
+    def run(self) -> None:
+        version = 0
+        while True:
+            self.wait(0.5)
+            pool = self.process.pool
+            kind = self.chance.choice(
+                ["checkpoint", "checkpoint", "rollback", "drop checkpoint", "drop branch", "pause", "version", "version",
+                 "retry", "drop", "snapshot", "acknowledge"]
+            )  # fmt: skip
+            if kind == "checkpoint":
+                name = f"c{self.chance.randrange(6)}"
+                self.ask(lambda: pool.checkpoint(name), bad_input=True)  # noqa: B023
+            elif kind == "rollback":
+                self.rollback()
+            elif kind == "drop checkpoint":
+                self.pick(list(self.book.kept), pool.drop_checkpoint)
+            elif kind == "drop branch":
+                self.pick(list(self.book.branches), pool.drop_branch)
+            elif kind == "pause":
+                self.ask(pool.pause, bad_input=True)
+                self.wait(0.4)
+                self.ask(pool.resume, bad_input=True)
+            elif kind == "version":
+                version += 1
+                self.ask(lambda: pool.publish_version(version), bad_input=True)  # noqa: B023
+            elif kind == "acknowledge":
+                self.ask(pool.acknowledge_pause, bad_input=True)
+            elif kind == "snapshot":
+                self.ask(pool.snapshot)
+            else:
+                self.dead_letters(kind)
+
+    def pick(self, names: list[str], act: Callable[[str], object]) -> None:
+        if names:
+            name = self.chance.choice(names)
+            self.ask(lambda: act(name), bad_input=True)
+
+    def rollback(self) -> None:
+        if self.chance.random() < 0.6:
+            self.pick([*self.book.kept, *self.book.branches], self.process.pool.rollback)
+
+    def dead_letters(self, kind: str) -> None:
+        letters = self.ask(self.queue.dead_letters) or []
+        tasks = [task.id for task in letters if self.chance.random() < 0.7]
+        if tasks and kind == "retry":
+            self.ask(lambda: self.queue.retry_failed(tasks))
+        elif tasks and self.chance.random() < 0.3:
+            self.ask(lambda: self.queue.drop_tasks(tasks, "hopeless"))
+
+
+class Collector(Actor):
+    """Garbage collection and trimming; two of them may run at once."""
+
+    def run(self) -> None:
+        while True:
+            self.wait(0.7)
+            if self.chance.random() < 0.5:
+                patience = self.chance.choice([0.0, 0.1, 0.5])
+                self.ask(lambda: collect_garbage(self.process.pool, wait_seconds=patience))  # noqa: B023
+            else:
+                keep = self.chance.choice([0, 0, 3, 10])
+                self.ask(lambda: trim_log(self.process.pool, keep_entries=keep, snapshots_kept=2))  # noqa: B023
+
+
+class Auditor(Actor):
+    """Opens the pool as a newcomer, and reads all that there is."""
+
+    def run(self) -> None:
+        while True:
+            self.wait(1.5)
+            self.ask(self.look)
+
+    def look(self) -> None:
+        pool = self.process.pool
+        held: list[Held] = []
+        notes: dict[str, Note] = {}
+
+        def see(machine: Any) -> None:
+            state = machine.state
+            self.world.truth.follows(machine.seq, pool.log.tip, self.process.name)
+            self.world.truth.same(state, self.process.name)
+            if machine.seq == self.world.truth.seq:
+                for name in state.branch.queues:
+                    for task in state.branch.queues[name].tasks.values():
+                        note = self.book.line.notes[task.id]
+                        notes[task.id] = Note(note.group_id, tokens=note.tokens)
+                        held.append(Held(task, {part.object: state.objects[part.object] for part in task.parts}))
+
+        pool.log.refresh(see)
+        for one in held:
+            try:
+                group = pool.payloads.load(one)
+            except Gone:
+                reached = self.world.truth.state.objects
+                if all(part.object in reached for part in one.task.parts):
+                    raise
+                continue
+            self.check(group, one.task.id, notes[one.task.id])
+        pool.inspect()
