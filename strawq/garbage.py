@@ -22,6 +22,8 @@ from strawq.core import commands as c
 from strawq.core.machine import Machine
 from strawq.core.state import State
 from strawq.storage import layout
+from strawq.storage.failure import file_calls
+from strawq.storage.sealed import Unsealed, seal, unseal
 from strawq.storage.sessions import read_beat
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class _Reachable(msgspec.Struct, frozen=True):
     floor: int
 
 
+@file_calls("collect", "garbage")
 def collect_garbage(
     pool: Pool, *, dry_run: bool = False, wait_seconds: float = SEEN_WAIT_SECONDS
 ) -> tuple[Plan, Collected]:
@@ -194,7 +197,20 @@ def _swept_count(pool: Pool, epoch: int) -> int:
         data = pool.files.read(f"{layout.OBJECTS}/{epoch:06d}/{_SWEPT}")
     except OSError:
         return -1
-    return int(data) if data.isdigit() else -1
+    return _swept_files(epoch, data)
+
+
+def _swept_content(epoch: int, files: int) -> bytes:
+    return seal(b"%d %d" % (epoch, files))[0]
+
+
+def _swept_files(epoch: int, data: bytes) -> int:
+    """How many files the epoch held when it was swept; -1 if the marker does not say so beyond doubt."""
+    try:
+        words = bytes(unseal(data)[0]).split()
+    except Unsealed:
+        return -1
+    return int(words[1]) if len(words) == 2 and words[0] == b"%d" % epoch and words[1].isdigit() else -1
 
 
 def _plan_staging(pool: Pool, seen: _Reachable, removals: list[Removal]) -> None:
@@ -244,7 +260,7 @@ def execute(pool: Pool, plan: Plan) -> Collected:
     for directory in plan.empty_directories:
         pool.files.remove_directory(directory)
     for epoch, count in plan.swept:
-        pool.files.replace(f"{layout.OBJECTS}/{epoch:06d}/{_SWEPT}", str(count).encode())
+        pool.files.replace(f"{layout.OBJECTS}/{epoch:06d}/{_SWEPT}", _swept_content(epoch, count))
     return Collected(files, size, by_reason, plan.unknown, plan.kept_files, plan.kept_bytes, plan.closed_epoch)
 
 

@@ -227,7 +227,7 @@ class Archive(Row, frozen=True):
 
 
 class PoolHeader(Row, frozen=True):
-    """`strawq.json`: written once, never changed."""
+    """`strawq.json`: written once, never changed. `blake3` is the digest of all the rest."""
 
     format_version: int
     pool_id: str
@@ -237,3 +237,4 @@ class PoolHeader(Row, frozen=True):
     exclusive_create: Literal["link", "rename"] = "link"
     declaration: dict[str, str | int | float | bool | None] | None = None
     forced: tuple[str, ...] = ()
+    blake3: str = ""

@@ -18,8 +18,8 @@ from strawq.core.machine import Machine
 from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT, TRIM_ENTRIES
 from strawq.model import ObjectRef, StoredObject
 from strawq.storage import layout
-from strawq.storage.failure import storage_failed
-from strawq.storage.replay import read_floor
+from strawq.storage.failure import file_calls, storage_failed
+from strawq.storage.floors import encode_floor, read_floor
 from strawq.storage.snapshots import snapshot_numbers
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Trimmed(msgspec.Struct, frozen=True):
     moved: int
 
 
+@file_calls("trim", "the log")
 def trim_log(
     pool: Pool, *, keep_entries: int = TRIM_ENTRIES, snapshots_kept: int = SNAPSHOTS_KEPT, dry_run: bool = False
 ) -> Trimmed:
@@ -104,7 +105,7 @@ def _announce(pool: Pool, floor: int) -> int:
         path = layout.floor(number)
         try:
             # If the name is taken, another trimmer's floor stands there: it is adopted.
-            pool.staging.publish(pool.staging.write([str(floor).encode()]), path)
+            pool.staging.publish(pool.staging.write([encode_floor(number, floor)]), path)
             pool.files.sync_directory(layout.FLOORS)
         except OSError as error:
             raise storage_failed("write", path, error) from error

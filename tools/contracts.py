@@ -18,6 +18,7 @@ from strawq.core.events import AnyEvent
 from strawq.inspection import Inspection
 from strawq.model import PoolHeader
 from strawq.storage.entry import EntryLine
+from strawq.storage.floors import FloorLine
 from strawq.storage.mounts import StorageDeclaration
 from strawq.storage.probe import ProbeReport
 from strawq.storage.sessions import Beat
@@ -28,6 +29,7 @@ SCHEMAS: dict[str, Any] = {
     "log-entry": EntryLine,
     "log-event": AnyEvent,
     "snapshot-line": SnapshotLine,
+    "floor-line": FloorLine,
     "session": Beat,
     "inspection": Inspection,
     "storage-declaration": StorageDeclaration,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import blake3
 import msgspec
 
 from strawq.errors import Damaged
+from strawq.storage.sealed import Unsealed, seal, unseal
 
 
 class EntryLine(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -54,31 +54,21 @@ def offsets(inline: Sequence[tuple[str, int]]) -> dict[str, int]:
 
 def encode_entry(line: EntryLine) -> tuple[bytes, str]:
     """Lines 1 and 2, and the entry's digest (64 hex characters)."""
-    first = _encoder.encode(line)
-    digest = blake3.blake3(first).hexdigest()
-    return first + b"\n" + _second_line(digest), digest
-
-
-def _second_line(digest: str) -> bytes:
-    return b'{"blake3":"' + digest.encode() + b'"}\n'
+    return seal(_encoder.encode(line))
 
 
 def decode_entry(seq: int, path: str, data: bytes) -> Entry:
     """Check and parse the bytes of entry `seq`. `Damaged` names the file."""
-    end = data.find(b"\n")
-    if end < 0:
-        raise _damaged(path, "it is cut short or zeroed")
-    digest = blake3.blake3(memoryview(data)[:end]).hexdigest()
-    second = _second_line(digest)
-    if data[end + 1 : end + 1 + len(second)] != second:
-        raise _damaged(path, "its bytes do not match its digest")
     try:
-        line = _decoder.decode(memoryview(data)[:end])
+        first, digest, payload = unseal(data)
+    except Unsealed as error:
+        raise _damaged(path, str(error)) from error
+    try:
+        line = _decoder.decode(first)
     except msgspec.MsgspecError as error:
         raise _damaged(path, f"it is not an entry of this format ({error})") from error
     if line.seq != seq:
         raise _damaged(path, f"it is entry {line.seq}")
-    payload = memoryview(data)[end + 1 + len(second) :]
     if len(payload) != sum(size for _, size in line.inline):
         raise _damaged(path, f"its payload has {len(payload)} bytes")
     return Entry(line, digest, payload, len(data))

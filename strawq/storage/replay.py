@@ -17,8 +17,9 @@ from strawq.limits import RELOAD_TRIES
 from strawq.storage import layout
 from strawq.storage.clock import Clock
 from strawq.storage.entry import Entry, decode_entry
-from strawq.storage.failure import storage_failed
+from strawq.storage.failure import file_calls, storage_failed
 from strawq.storage.files import Files
+from strawq.storage.floors import read_floor
 from strawq.storage.snapshots import usable_snapshots
 
 M = TypeVar("M", bound="Machine")
@@ -88,7 +89,8 @@ class Replay(Generic[M]):
     def _catch_up(self) -> None:
         for _ in range(RELOAD_TRIES):
             if not self._loaded:
-                self._load()
+                with file_calls("read", "the newest snapshot"):
+                    self._load()
             while (entry := self._next_entry()) is not None:
                 self._fold(entry)
             if not self._below_floor(self.machine.seq):
@@ -108,6 +110,13 @@ class Replay(Generic[M]):
                 raise
             self.damage[layout.entry(seq)] = f"log entry {layout.entry(seq)} was never whole and is void"
             return following
+
+    def _torn(self, seq: int) -> bool:
+        try:
+            self.read_entry(seq)
+        except Damaged:
+            return True
+        return False
 
     def _load(self) -> None:
         snapshot = next(usable_snapshots(self.files, self.pool, self.damage), None)
@@ -152,17 +161,3 @@ class Replay(Generic[M]):
             if floor > seq:
                 return True
             number += 1
-
-
-def read_floor(files: Files, number: int) -> int:
-    """Entries below this number may be gone since trim `number`. `FileNotFoundError` if there was no such trim."""
-    path = layout.floor(number)
-    try:
-        data = files.read(path)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise storage_failed("read", path, error) from error
-    if not data.isdigit():
-        raise Damaged(f"floor {path} is damaged: it holds {data[:20]!r}; run `strawq verify`")
-    return int(data)

@@ -14,11 +14,14 @@ import msgspec
 from strawq.errors import Damaged
 from strawq.limits import FORMAT_VERSION
 from strawq.storage import layout
+from strawq.storage.failure import storage_failed
 from strawq.storage.files import Files
+from strawq.storage.sealed import Unsealed, seal, unseal
 
 
 class SnapshotLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first line of a snapshot; the state's bytes follow. `tip` is the digest of entry `seq`."""
+    """The first line of a snapshot, which the second one seals; the state's bytes follow. `tip` is the digest of entry
+    `seq`, on which the next entry is built, so it is covered like everything else."""
 
     format_version: int
     pool: str
@@ -38,17 +41,18 @@ _decoder = msgspec.json.Decoder(SnapshotLine)
 
 def encode_snapshot(pool: str, seq: int, tip: str, body: bytes) -> bytes:
     line = SnapshotLine(FORMAT_VERSION, pool, seq, tip, len(body), blake3.blake3(body).hexdigest())
-    return msgspec.json.encode(line) + b"\n" + body
+    return seal(msgspec.json.encode(line))[0] + body
 
 
 def decode_snapshot(pool: str, seq: int, data: bytes) -> Snapshot:
     path = layout.snapshot(seq)
-    end = data.find(b"\n")
     try:
-        line = _decoder.decode(memoryview(data)[: max(end, 0)])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        first, _, body = unseal(data)
+        line = _decoder.decode(first)
+    except Unsealed as error:
+        raise _damaged(path, str(error)) from error
+    except msgspec.MsgspecError as error:
         raise _damaged(path, f"its first line is not one of this format ({error})") from error
-    body = memoryview(data)[end + 1 :]
     if (line.format_version, line.pool, line.seq, line.size) != (FORMAT_VERSION, pool, seq, len(body)):
         raise _damaged(path, f"it is snapshot {line.seq} of pool {line.pool}, {len(body)} of {line.size} bytes")
     if blake3.blake3(body).hexdigest() != line.blake3:
@@ -63,8 +67,12 @@ def snapshot_numbers(files: Files) -> list[int]:
 
 
 def usable_snapshots(files: Files, pool: str, damage: dict[str, str]) -> Iterator[Snapshot]:
-    """Whole snapshots, newest first. What is damaged is named in `damage` and passed over."""
-    for seq in snapshot_numbers(files):
+    """Whole snapshots, newest first. What is damaged or cannot be read is named in `damage` and passed over."""
+    try:
+        numbers = snapshot_numbers(files)
+    except OSError as error:
+        raise storage_failed("list", layout.SNAPSHOTS, error) from error
+    for seq in numbers:
         path = layout.snapshot(seq)
         try:
             yield decode_snapshot(pool, seq, files.read(path))
@@ -72,6 +80,8 @@ def usable_snapshots(files: Files, pool: str, damage: dict[str, str]) -> Iterato
             continue
         except Damaged as error:
             damage[path] = str(error)
+        except OSError as error:
+            damage[path] = str(storage_failed("read", path, error))
 
 
 def _damaged(path: str, why: str) -> Damaged:
