@@ -78,12 +78,14 @@ class CommitLog(Replay[M]):
 
     def refresh_leniently(self, view: Callable[[M], Any]) -> Any:
         """Like `refresh`, but where an entry is damaged the state before it is shown and the damage is named in
-        `damage`. For looking at a pool, never for deciding."""
+        `damage["log"]`. For looking at a pool, never for deciding."""
         with self._lead:
             try:
                 self._catch_up()
             except Damaged as error:
-                self.damage[layout.entry(self.machine.seq + 1)] = str(error)
+                self.damage["log"] = str(error)
+            else:
+                self.damage.pop("log", None)
             return view(self.machine)
 
     def peek(self, view: Callable[[M], Any]) -> Any:
@@ -277,7 +279,11 @@ class CommitLog(Replay[M]):
                 self._catch_up()
                 return 0
             except Damaged:
+                # Only an entry whose own bytes are torn is void. One that does not follow from ours, or that a newer
+                # version wrote, is whole, and somebody was told that it happened.
                 seq = self.machine.seq + 1
+                if not self._torn(seq):
+                    raise
             if self.read_entry(seq + 1) is not None:
                 raise Damaged(
                     f"log entry {layout.entry(seq)} is damaged and others follow it: history cannot be read past "
