@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import blake3
 import msgspec
 
 from strawq.core import commands as c
@@ -107,7 +108,7 @@ class Pool:
         )
         try:
             root.mkdir(parents=True, exist_ok=True)
-            create_pool(PosixFiles(root, header.exclusive_create), header)
+            create_pool(PosixFiles(root, header.exclusive_create, layout.STAGING), header)
         except FileExistsError as error:
             raise BadInput(f"{root} holds a pool already; open it, or choose another directory") from error
         except OSError as error:
@@ -136,7 +137,7 @@ class Pool:
         clock = SystemClock()
         header = read_header(PosixFiles(root), str(root))
         return cls(
-            PosixFiles(root, header.exclusive_create),
+            PosixFiles(root, header.exclusive_create, layout.STAGING),
             path=str(root),
             role=role,
             lease_seconds=lease_seconds,
@@ -349,10 +350,17 @@ def create_pool(files: Files, header: PoolHeader) -> None:
     for directory in layout.DIRECTORIES:
         files.make_directory(directory)
     staging = Staging(files, header.pool_id)
-    staged = staging.write([msgspec.json.format(msgspec.json.encode(header), indent=2) + b"\n"])
+    staged = staging.write([encode_header(header)])
     if not staging.publish(staged, layout.HEADER):
         raise FileExistsError(layout.HEADER)
     files.sync_directory("")
+
+
+def encode_header(header: PoolHeader) -> bytes:
+    """The bytes of `strawq.json`: readable, and with a digest of everything in it. One header has one encoding."""
+    digest = blake3.blake3(msgspec.json.encode(msgspec.structs.replace(header, blake3=""))).hexdigest()
+    sealed = msgspec.structs.replace(header, blake3=digest)
+    return msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n"
 
 
 def read_header(files: Files, path: str) -> PoolHeader:
@@ -371,11 +379,15 @@ def read_header(files: Files, path: str) -> PoolHeader:
                 f"{where} has format version {version}; this strawq reads version {FORMAT_VERSION}: use a "
                 f"{'newer' if version > FORMAT_VERSION else 'matching'} strawq"
             )
-        return msgspec.json.decode(data, type=PoolHeader)
-    except msgspec.MsgspecError as error:
-        raise Damaged(
-            f"{where}/{layout.HEADER} is damaged ({error}); restore it from a copy: without it the pool is not opened"
-        ) from error
+        header = msgspec.json.decode(data, type=PoolHeader)
+        if encode_header(header) == data:
+            return header
+        problem = "its bytes do not match its digest"
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        problem = str(error)
+    raise Damaged(
+        f"{where}/{layout.HEADER} is damaged ({problem}); restore it from a copy: without it the pool is not opened"
+    )
 
 
 class _Version(msgspec.Struct):

@@ -22,6 +22,7 @@ from typing import Literal, NoReturn, TypeVar
 
 import msgspec
 
+from strawq.storage import layout
 from strawq.storage.files import Buffer
 from strawq.storage.memory import CrashPolicy, MemoryFiles
 
@@ -184,8 +185,10 @@ class FaultyFiles:
         act: Callable[[], _T],
         wrong: Callable[[Fault], _T | None] | None = None,
         part: Callable[[], object] | None = None,
+        killed: Callable[[], object] | None = None,
     ) -> _T:
-        """`wrong` answers a fault with a wrong result (None: no occasion for it), `part` does half of the call."""
+        """`wrong` answers a fault with a wrong result (None: no occasion for it), `part` does half of the call, and
+        `killed` leaves what only a process that dies within the call leaves."""
         number, fault, crash = self._begin(kind, path)
         if self.hook is not None:
             self.hook("before", kind, path)
@@ -194,6 +197,8 @@ class FaultyFiles:
         if crash == "within":
             if part is not None:
                 part()
+            elif killed is not None and self._chance.random() < 0.5:
+                killed()
             elif self._chance.random() < 0.5:
                 self._try(act)
             self._die(number, kind, path, crash)
@@ -272,7 +277,13 @@ class FaultyFiles:
             self.inner.replace(path, data)
             return True
 
-        self._run("replace", path, act)
+        def part() -> None:
+            """The draft that is renamed into place stays behind."""
+            draft = bytes(data)[: self._chance.randrange(memoryview(data).nbytes + 1)]
+            name = f"{layout.STAGING}/{self._chance.getrandbits(64):016x}-{len(self.calls)}"
+            self._try(lambda: self.inner.stage_part(name, draft))
+
+        self._run("replace", path, act, killed=part)
 
     def read(self, path: str) -> bytes:
         data = self._run("read", path, lambda: self.inner.read(path), lambda fault: self._look_wrong(fault, path))

@@ -17,7 +17,7 @@ The rules it keeps:
   `publish` are not: what they did is unknown.
 
 Modes are 0o664 for files and 0o775 for directories, less the umask. Names that begin with a dot are not strawq's
-(`.nfs*`, JuiceFS's `.config`, a `replace` that was cut off) and are not listed.
+(`.nfs*`, JuiceFS's `.config`) and are not listed.
 """
 
 from __future__ import annotations
@@ -85,10 +85,14 @@ class _Directory:
 
 class PosixFiles:
     """The directory `root` as Files. `primitive` is the exclusive step of `publish`; where the file system refuses it
-    (EPERM, EINVAL, ...) the other one is used from then on: both are exclusive against each other, so they may mix."""
+    (EPERM, EINVAL, ...) the other one is used from then on: both are exclusive against each other, so they may mix.
 
-    def __init__(self, root: str | os.PathLike[str], primitive: Primitive = "link") -> None:
+    `drafts` is the directory where `replace` writes before it renames; "" means beside the file, under a name with a
+    dot. In a pool it is the staging directory, so that what a killed process leaves there is seen and collected."""
+
+    def __init__(self, root: str | os.PathLike[str], primitive: Primitive = "link", drafts: str = "") -> None:
         self.root = os.path.abspath(os.fspath(root))
+        self.drafts = drafts
         self.primitive: Primitive = primitive
         self._directories: dict[str, _Directory] = {}
         self._clock = itertools.count(1)
@@ -224,21 +228,30 @@ class PosixFiles:
         self._in(target, call)
 
     def replace(self, path: str, data: Buffer) -> None:
-        def call(at: int, name: str) -> None:
-            draft = f".{name}.{self._token}.{os.getpid()}.{next(self._clock)}"
-            fd = os.open(draft, _NEW, _FILE_MODE, dir_fd=at)
-            try:
-                try:
-                    write_all(fd, (data,))
-                finally:
-                    os.close(fd)
-                os.rename(draft, name, src_dir_fd=at, dst_dir_fd=at)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(draft, dir_fd=at)
-                raise
+        try:
+            self._replace(path, data)
+        except FileNotFoundError:
+            # A process that stands still in between may find its draft collected.
+            self._replace(path, data)
 
-        self._in(path, call, again=True)
+    def _replace(self, path: str, data: Buffer) -> None:
+        parent, _, name = path.rpartition("/")
+        number = f"{os.getpid()}.{next(self._clock)}"
+        if self.drafts:
+            draft = f"{self.drafts}/{self._token}-{number}"
+        else:
+            draft = f"{parent}/.{name}.{self._token}.{number}".lstrip("/")
+        fd = self._in(draft, lambda at, name: os.open(name, _NEW, _FILE_MODE, dir_fd=at), again=True)
+        try:
+            try:
+                write_all(fd, (data,))
+            finally:
+                os.close(fd)
+            self._two(draft, path, _rename)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.remove(draft)
+            raise
 
     def read(self, path: str) -> bytes:
         def call(at: int, name: str) -> bytes:
@@ -351,6 +364,10 @@ class PosixFiles:
 
     def sync_directory(self, path: str) -> None:
         self._in(path + "/" if path else "", lambda at, _: os.fsync(at))
+
+
+def _rename(source_at: int, source: str, target_at: int, target: str) -> None:
+    os.rename(source, target, src_dir_fd=source_at, dst_dir_fd=target_at)
 
 
 def _regular_size(found: os.stat_result, path: str) -> int:
