@@ -24,6 +24,7 @@ from strawq.model import StoredObject
 from strawq.storage import layout
 from strawq.storage.entry import Entry
 from strawq.storage.failure import storage_failed
+from strawq.storage.floors import encode_floor, read_floor
 from strawq.storage.process import known_dead
 from strawq.storage.replay import GENESIS
 from strawq.storage.sessions import read_beat
@@ -70,6 +71,7 @@ def verify(pool: Pool, *, full: bool = False, repair: bool = False, progress: Pr
     state: State = pool.log.refresh_leniently(lambda machine: machine.state)
     entries, oldest = _check_log(pool, state.seq, found, progress)
     snapshots = _check_snapshots(pool, oldest, found, progress)
+    found += _check_floors(pool, state)
     found += [
         Finding("state", sentence, (), "report this with a copy of the log: it is a fault of strawq")
         for sentence in unsound(state)
@@ -80,6 +82,7 @@ def verify(pool: Pool, *, full: bool = False, repair: bool = False, progress: Pr
 
 
 def _repair(pool: Pool) -> Iterator[str]:
+    yield from _repair_floor(pool)
     voided = pool.log.void_tip()
     if voided:
         yield f"log entry {layout.entry(voided)} was torn and is void now; history goes on behind it"
@@ -91,6 +94,37 @@ def _repair(pool: Pool) -> Iterator[str]:
             yield f"snapshot {layout.snapshot(seq)} was damaged and is removed; others serve"
     if not whole or whole[0] < max(snapshot_numbers(pool.files), default=0):
         yield f"snapshot {layout.snapshot(pool.log.snapshot())} is written"
+
+
+def _floor_damage(pool: Pool, number: int) -> str:
+    try:
+        read_floor(pool.files, number)
+    except FileNotFoundError:
+        return ""
+    except StrawqError as error:
+        return str(error)
+    return ""
+
+
+def _check_floors(pool: Pool, state: State) -> Iterator[Finding]:
+    """The floor that committers look at next; those of trims that the state has seen are not read any more."""
+    number = state.meta.trims + 1
+    problem = _floor_damage(pool, number)
+    if problem:
+        yield Finding(
+            layout.floor(number), problem, ("every process that opens the pool",), "`strawq verify --repair` resets it"
+        )
+
+
+def _repair_floor(pool: Pool) -> Iterator[str]:
+    """A damaged floor whose trim is not in the log: nothing was removed on its word, because the trimmer logs it
+    first. The floor that held before takes its place."""
+    state: State = pool.log.refresh_leniently(lambda machine: machine.state)
+    number = state.meta.trims + 1
+    if _floor_damage(pool, number):
+        pool.files.replace(layout.floor(number), encode_floor(number, state.meta.floor))
+        pool.files.sync_directory(layout.FLOORS)
+        yield f"floor {layout.floor(number)} was damaged and says again what held before it"
 
 
 def _check_log(pool: Pool, head: int, found: list[Finding], progress: Progress) -> tuple[int, int]:
@@ -186,6 +220,8 @@ def _folds_to(pool: Pool, base: Machine, snapshot: Snapshot) -> bool:
         entry = _read_entry(pool, base.seq + 1)
         if isinstance(entry, str):
             entry = _read_entry(pool, base.seq + 2)
+            if isinstance(entry, Entry) and entry.line.voids != base.seq + 1:
+                return True
         if not isinstance(entry, Entry):
             return True
         for event in base.decode(entry.line.seq, entry.line.events):
