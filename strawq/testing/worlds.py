@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from strawq.limits import FORMAT_VERSION
@@ -28,6 +29,14 @@ class World:
         pool = self.process(files=self.memory)
         pool.configure(DEFAULT_QUEUE, config or QueueConfig())
         pool.close()
+
+    def twin(self, memory: MemoryFiles | None = None) -> World:
+        """Another world that begins as this one is now, or with the files of `memory`; neither sees the other."""
+        twin = World.__new__(World)
+        twin.clock = copy.deepcopy(self.clock)
+        twin.memory = (memory or self.memory).copy()
+        twin.lease_seconds = self.lease_seconds
+        return twin
 
     def files(self, plan: FaultPlan | None = None) -> FaultyFiles:
         """Another host's view of the directory."""
