@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -35,6 +36,8 @@ State = Literal["new", "up", "held", "down"]
 """`held`: it answers but takes no new request (paused, warming up, or stopping): SGLang's `/ready` is 503 then."""
 
 RID_BYTES = 16
+HELD_KEPT = 4096
+CHASES = 3
 DECODE_IN_THREAD_BYTES = 1 << 20
 """Bodies above this are decoded in a thread: the event loop has heartbeats to serve."""
 
@@ -48,10 +51,12 @@ class StopSignal(Protocol):
 
 
 class Flight:
-    """One attempt on the wire. `received` grows with every byte read, `failure` says why it was given up."""
+    """One attempt on the wire, sent to a paused engine if `at_door`. `received` grows with every byte read, `failure`
+    says why it was given up."""
 
-    def __init__(self, rid: str, what: str) -> None:
+    def __init__(self, rid: str, what: str, *, at_door: bool) -> None:
         self.rid = rid
+        self.at_door = at_door
         self.answer = Accumulator(what=what)
         self.received = 0
         self.failure: EngineUnavailable | None = None
@@ -85,7 +90,9 @@ class EngineClient:
         self._given_shape = shape
         self._shape: ModelShape | None = shape
         self._reports_spans = False
+        self._ready_tells = False
         self._flights: dict[str, Flight] = {}
+        self._held: deque[str] = deque(maxlen=HELD_KEPT)
         self._errands: set[asyncio.Task[None]] = set()
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -171,9 +178,12 @@ class EngineClient:
             return
         self.failed_probes = 0
         self.unusable = None
-        if status == 503:
-            self.last_error = f"GET {self.url}{path}: status 503, it is paused, starting or stopping"
-        self._move("held" if status == 503 else "up")
+        self._ready_tells = self._ready_tells or status == 503
+        # An engine whose `/ready` has never told of a pause is taken at this client's own word.
+        held = status == 503 or (self.paused is not None and not self._ready_tells)
+        if held:
+            self.last_error = f"GET {self.url}{path}: status {status}, it is paused, starting or stopping"
+        self._move("held" if held else "up")
 
     def _move(self, state: State) -> None:
         if state != self.state:
@@ -194,16 +204,16 @@ class EngineClient:
         When `stop` is set, the request is aborted and the tokens made so far come back as a segment that ends in
         "abort". Raises `BadInput` (the request is wrong), `Misaligned` (the answer is), `EngineUnavailable` (try again,
         here or elsewhere)."""
-        check_request(request, self.shape)
         if request.routed_experts and self.server.enable_return_routed_experts is False:
             raise BadInput(f"{self.url} does not capture routed experts: start it with --enable-return-routed-experts")
+        check_request(request, self.shape)
         if request.sampling.max_new_tokens == 0:
             return empty_segment(request, "length", engine_url=self.url)
         before = self.model.version if self._reports_spans else await self.weight_version()
         if stop is not None and stop.is_set():
             return empty_segment(request, "abort", engine_url=self.url)
         rid = secrets.token_hex(RID_BYTES)
-        flight = Flight(rid, f"{self.url} request {rid}")
+        flight = Flight(rid, f"{self.url} request {rid}", at_door=self.paused is not None)
         streamed = self.options.stream
         if streamed is None:
             # Top-k comes as compact base64 in whole answers only.
@@ -339,6 +349,8 @@ class EngineClient:
             pending = [flight for flight in pending if not flight.sending.done()]
             if idle and not pending:
                 return
+            # Requests at the door are not in the engine, and its load stands still while it is paused.
+            idle = idle or (bool(pending) and all(flight.at_door for flight in pending))
             seen = sum(flight.received for flight in pending)
             if not idle or seen != received:
                 quiet_since, received = clock(), seen
@@ -346,6 +358,7 @@ class EngineClient:
                 # Held at the door of a paused engine: it ignores aborts of these, and would run them after `continue`.
                 for flight in pending:
                     flight.give_up(None)
+                    self._held.append(flight.rid)
             if clock() - started >= deadline_s:
                 late = EngineUnavailable(
                     f"{self.url} did not end its work within {deadline_s:g} s after the abort: {said}. "
@@ -400,7 +413,17 @@ class EngineClient:
         """`/continue_generation`: frozen and held requests go on."""
         await self.transport.control("POST", "/continue_generation", {}, timeout_s=self.options.pause_timeout_s)
         self.paused = None
+        self._run_on(asyncio.ensure_future(self._chase([*self._held])))
+        self._held.clear()
         self.doubted.set()  # ask at once whether it takes requests again
+
+    async def _chase(self, rids: list[str]) -> None:
+        """Requests that were given up at the door enter now, though nobody listens. An abort that comes too early is
+        ignored."""
+        for _ in range(CHASES if rids else 0):
+            await asyncio.sleep(self.options.abort_poll_s)
+            for rid in rids:
+                self._abort_later(rid)
 
     async def flush_cache(self, deadline_s: float = 30.0) -> None:
         """Empties the prefix cache. The engine refuses while it is busy; raises `TryAgain` if it stays so until the

@@ -32,6 +32,7 @@ class Stub:
         self.version = "1"
         self.reports_spans = True
         self.ready_status = 200
+        self.ready_tells = True
         self.incremental = False
         self.captures_routes: bool | None = None
         self.running = 0
@@ -100,7 +101,7 @@ class Stub:
             self.abort_seen.set()
             return web.Response()
         if path in ("/pause_generation", "/continue_generation"):
-            self.ready_status = 503 if path == "/pause_generation" else 200
+            self.ready_status = 503 if path == "/pause_generation" and self.ready_tells else 200
             return web.json_response({"status": "ok"})
         return web.json_response({"detail": "Not Found"}, status=404)
 

@@ -170,13 +170,24 @@ async def test_a_dead_engine_ends_its_requests_with_an_error_and_no_cancellation
     await engine.close()
 
 
-async def test_a_paused_engine_is_held_and_not_dead(engine: EngineClient, stub: Stub) -> None:
+@pytest.mark.parametrize("tells", [True, False])
+async def test_a_paused_engine_is_held_and_not_dead(engine: EngineClient, stub: Stub, tells: bool) -> None:
+    stub.ready_tells = tells
     await engine.pause("in_place")
     for _ in range(5):
         await engine.probe()
     assert engine.state == "held" and engine.failed_probes == 0
     assert "/health" not in stub.calls  # it would block for 20 s
     await engine.resume()
+    await engine.probe()
+    assert engine.state == "up"
+
+
+async def test_a_pause_that_somebody_else_ended_is_over(engine: EngineClient, stub: Stub) -> None:
+    await engine.pause("abort")
+    await engine.probe()
+    assert engine.state == "held"
+    stub.ready_status = 200
     await engine.probe()
     assert engine.state == "up"
 

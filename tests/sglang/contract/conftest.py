@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -56,9 +57,15 @@ async def engine(engine_url: str) -> AsyncIterator[EngineClient]:
     """A connected client; the engine is left running, idle and unpaused."""
     client = EngineClient(engine_url, quick(abort_deadline_s=30.0, idle_grace_s=1.0, abort_poll_s=0.1))
     await client.connect()
-    await client.resume()
-    await client.abort_all()
+    await _quiet(client)
     yield client
+    await _quiet(client)
+    await client.close()
+
+
+async def _quiet(client: EngineClient) -> None:
+    """Unpaused, and idle twice: what a pause held at the door may enter after the first time."""
     await client.resume()
     await client.abort_all()
-    await client.close()
+    await asyncio.sleep(0.3)
+    await client.abort_all()
