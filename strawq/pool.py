@@ -350,8 +350,7 @@ def create_pool(files: Files, header: PoolHeader) -> None:
     for directory in layout.DIRECTORIES:
         files.make_directory(directory)
     staging = Staging(files, header.pool_id)
-    staged = staging.write([encode_header(header)])
-    if not staging.publish(staged, layout.HEADER):
+    if not staging.place([encode_header(header)], layout.HEADER):
         raise FileExistsError(layout.HEADER)
     files.sync_directory("")
 

@@ -54,14 +54,12 @@ class ObjectStore:
 
     def _write(self, path: str, directory: str, buffers: Sequence[Buffer]) -> None:
         for turn in range(PUBLISH_TRIES):
-            staged = ""
             try:
                 if directory not in self._directories:
                     self._files.make_directory(directory)
                     self._directories.add(directory)
-                staged = self._staging.write(buffers)
                 # If the name is taken: the name is the content, so the same bytes are there.
-                self._staging.publish(staged, path)
+                self._staging.place(buffers, path)
                 self._files.sync_directory(directory)
                 return
             except FileNotFoundError as error:
@@ -71,9 +69,6 @@ class ObjectStore:
                     raise storage_failed("write", path, error) from error
             except OSError as error:
                 raise storage_failed("write", path, error) from error
-            finally:
-                if staged:
-                    self._staging.discard(staged)
 
     def read(self, stored: StoredObject) -> bytes:
         """The Arrow file's bytes, checked against its name. `Gone` or `Damaged` name the object."""

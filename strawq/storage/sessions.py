@@ -15,6 +15,7 @@ import msgspec
 from strawq.model import Session
 from strawq.storage import layout
 from strawq.storage.clock import Clock
+from strawq.storage.failure import storage_failed
 from strawq.storage.files import Files
 
 
@@ -31,7 +32,12 @@ _decoder = msgspec.json.Decoder(Beat)
 
 
 def write_beat(files: Files, beat: Beat) -> None:
-    files.replace(layout.session_file(beat.session), msgspec.json.encode(beat))
+    """`StorageFailed` if the mount does not take it."""
+    path = layout.session_file(beat.session)
+    try:
+        files.replace(path, msgspec.json.encode(beat))
+    except OSError as error:
+        raise storage_failed("write the heartbeat", path, error) from error
 
 
 def read_beat(files: Files, session: str) -> Beat | None:

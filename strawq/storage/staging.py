@@ -50,3 +50,13 @@ class Staging:
         if self.files.keeps_staged:
             self.discard(staged)
         return True
+
+    def place(self, buffers: Sequence[Buffer], path: str) -> bool:
+        """Write a file, durably, and give it the name `path` if that is free. False if it was taken. Whatever happens,
+        no staging file is left: a process that lives on would keep it for as long as it lives."""
+        staged = self.write(buffers)
+        try:
+            return self.publish(staged, path)
+        except OSError:
+            self.discard(staged)
+            raise
