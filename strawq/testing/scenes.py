@@ -27,6 +27,7 @@ from strawq.verification import verify
 PROMPT = (7, 8, 9)
 GROUP_TOKENS = 6
 """Response tokens of a complete group."""
+CONSUMERS = ("eval", "trainer")
 ROUTED = "r"
 """Groups whose id begins so carry R3 routes, and with them a tensor pack."""
 
@@ -157,10 +158,11 @@ def finish_work(pool: Pool, saved: Mapping[str, int] | None = None, fates: Mappi
                 for work in works
             ]
         )
-    while (batch := queue.take_batch(4, fewer=True).batch) is not None:
-        for group in queue.read_batch(batch):
-            require_sound(group, GROUP_TOKENS)
-        queue.finish_batch(batch)
+    for consumer in CONSUMERS:
+        while (batch := queue.take_batch(4, consumer=consumer, fewer=True).batch) is not None:
+            for group in queue.read_batch(batch):
+                require_sound(group, GROUP_TOKENS)
+            queue.finish_batch(batch)
 
 
 def require_healthy(pool: Pool, *, staging: bool = True) -> None:
