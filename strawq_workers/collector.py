@@ -301,7 +301,11 @@ class _Lines:
     def __enter__(self) -> _Lines:
         if self._path is not None:
             self._file = open(self._path, "r+b" if self._path.exists() else "w+b")
-            self._read()
+            try:
+                self._read()
+            except BaseException:
+                self._file.close()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,6 +25,7 @@ import msgspec
 
 from strawq.errors import BadInput, StrawqError, TryAgain
 from strawq.handles import Held
+from strawq.model import Task
 from strawq.pool import Pool
 from strawq.samples import Group, Prompt, token_count
 from strawq_workers.collector import CollectedBatch, Collector
@@ -40,7 +41,7 @@ MAX_NEW_TOKENS = 48
 SAVE_TOKENS = 8
 TOKENS_PER_SECOND = 40.0
 CONCURRENCY = 24
-TOKENS_AT_STAKE = 64
+TOKENS_AT_STAKE = 200
 LIMIT_SECONDS = 120.0
 LOOK_SECONDS = 0.02
 QUEUE = "rollout"
@@ -189,11 +190,10 @@ class _Demo:
         """Freeze the worker when the log shows saved progress under its leases, look once more, and kill it."""
         held: list[Held] = []
         while not held:
-            self._until("a worker has saved progress", lambda: _tokens(self._partial(victim.pid)) >= TOKENS_AT_STAKE)
+            self._until("a worker has saved progress", lambda: self._at_stake(victim.pid))
             victim.freeze()
-            held = self._partial(victim.pid)
-            if _tokens(held) < TOKENS_AT_STAKE:
-                held = []  # it has handed a group in since
+            held = self._at_stake(victim.pid)
+            if not held:  # it has handed a group in since
                 victim.thaw()
         groups = [self.pool.payloads.load(part) for part in held]
         victim.kill()
@@ -272,15 +272,16 @@ class _Demo:
         """Groups with saved tokens that the process holds leases of."""
         return [held for held in self._leases(pid) if held.task.stage == "partial" and held.task.tokens]
 
+    def _at_stake(self, pid: int) -> list[Held]:
+        """The same, once there are enough tokens in them to be worth the drama."""
+        held = self._partial(pid)
+        return held if sum(part.task.tokens for part in held) >= TOKENS_AT_STAKE else []
+
     def _leases(self, pid: int) -> list[Held]:
         def view(machine: Any) -> list[Held]:
             state = machine.state
             own = {session.id for session in state.sessions.values() if session.pid == pid}
-            return [
-                Held(task, {part.object: state.objects[part.object] for part in task.parts})
-                for task in state.branch.queues[QUEUE].tasks.values()
-                if task.session in own
-            ]
+            return [_held(state, task) for task in _tasks(state) if task.session in own]
 
         found: list[Held] = self.pool.log.refresh(view)
         return found
@@ -325,21 +326,18 @@ class _Demo:
         return found
 
 
-def _tokens(held: list[Held]) -> int:
-    return sum(part.task.tokens for part in held)
-
-
 def _alive(pool: Pool) -> set[str]:
     """Group ids of what has not ended in the pool: waiting, leased, ready, in a batch, or failed."""
+    held = pool.log.refresh(lambda machine: [_held(machine.state, task) for task in _tasks(machine.state)])
+    return {pool.payloads.prompt(part).group_id for part in held}
 
-    def view(machine: Any) -> list[Held]:
-        state = machine.state
-        return [
-            Held(task, {part.object: state.objects[part.object] for part in task.parts})
-            for task in state.branch.queues[QUEUE].tasks.values()
-        ]
 
-    return {pool.payloads.prompt(held).group_id for held in pool.log.refresh(view)}
+def _tasks(state: Any) -> list[Task]:
+    return list(state.branch.queues[QUEUE].tasks.values())
+
+
+def _held(state: Any, task: Task) -> Held:
+    return Held(task, {part.object: state.objects[part.object] for part in task.parts})
 
 
 def _require_whole(group: Group, sample: Any) -> None:

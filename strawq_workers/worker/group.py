@@ -23,7 +23,7 @@ from strawq_workers.sglang.fleet import AnyOf
 from strawq_workers.sglang.segment import Segment
 from strawq_workers.sglang.wire import GenerateRequest
 from strawq_workers.worker.generation import check_prefix, finished, next_step, take_segment
-from strawq_workers.worker.place import Attempt, Place, first_of
+from strawq_workers.worker.place import Attempt, EngineRefused, Place, PrefixRefused, first_of
 from strawq_workers.worker.reporting import Standing, words
 
 log = logging.getLogger("strawq.worker")
@@ -33,14 +33,6 @@ SAVE_GAP_S = 0.05
 IN_THREAD_BYTES = 1 << 20
 EMPTY_ABORT_S = 0.1
 EMPTY_ABORT_MAX_S = 2.0
-
-
-class PrefixRefused(BadInput):
-    """The saved prefix is not of this worker's options; a worker with others may go on with it."""
-
-
-class EngineRefused(BadInput):
-    """An engine does not take the request as it is, now or later."""
 
 
 class GroupRun:

@@ -28,6 +28,14 @@ log = logging.getLogger("strawq.worker")
 FAILURES_KEPT = 20
 
 
+class PrefixRefused(BadInput):
+    """The saved prefix is not of this worker's options; a worker with others may go on with it."""
+
+
+class EngineRefused(BadInput):
+    """An engine does not take the request as it is, now or later."""
+
+
 class Hold:
     """A pause that ends requests: `stopped` is set while none may run, `released` while they may."""
 

@@ -110,7 +110,10 @@ async def _check_engines(fleet: Fleet, options: WorkerOptions) -> None:
                 "the worker without routed_experts"
             )
     if options.pause_policy == "in_place" and any(engine.state == "held" for engine in fleet.engines):
-        log.info("engines are held as the worker starts; they go on when the pool is resumed")
+        # Whoever has paused them may be loading weights: to continue them is not for a worker that has just come.
+        log.warning(
+            "engines are paused as the worker starts; they go on at the next resume, or by /continue_generation"
+        )
 
 
 def _end_on_signals(stop: asyncio.Event) -> None:

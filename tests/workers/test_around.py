@@ -1,0 +1,235 @@
+"""Pauses, rollbacks and lost sessions, seen by a worker with work in its hands."""
+
+import asyncio
+import logging
+import urllib.request
+
+import msgspec
+
+from strawq.core.commands import Expire
+from strawq.samples import token_count
+from strawq_workers.worker.place import Hold
+
+
+async def started(stage, **changes):
+    """A worker with requests in flight and tokens flowing."""
+    stop = asyncio.Event()
+    worker = stage.start(stop, **changes)
+    await stage.until("requests are in flight", lambda: stage.in_flight() > 0, worker)
+    await stage.until("tokens flow", lambda: _generated(stage) > 8, worker)
+    return worker, stop
+
+
+def _generated(stage) -> int:
+    return stage.engine._scheduler.loads().generated_tokens
+
+
+def _running(stage) -> int:
+    return stage.engine._scheduler.loads().running
+
+
+def _acknowledged(stage) -> bool:
+    paused = stage.pool.inspect().paused
+    return paused is not None and stage.worker.pool.keeper.current in paused.acknowledged
+
+
+async def load_weights(stage, version: str, *, flush_cache: bool = True) -> None:
+    body = msgspec.json.encode({"model_path": "w", "weight_version": version, "flush_cache": flush_cache})
+    request = urllib.request.Request(
+        stage.url + "/update_weights_from_disk", data=body, headers={"Content-Type": "application/json"}
+    )
+    await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=20).read())
+
+
+# -- pause ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_pause_saves_prefixes_keeps_leases_and_burns_no_attempt(stage_of):
+    async with stage_of(tokens_per_second=30) as stage:
+        stage.submit(2)
+        worker, _ = await started(stage)
+        await asyncio.to_thread(stage.pool.pause, "weights")
+        await stage.until("the pause is acknowledged", lambda: _acknowledged(stage), worker)
+        held = stage.held(stage="partial")
+        assert len(held) == 2 and all(part.task.session and part.task.attempt == 1 for part in held)
+        saved = sum(part.task.tokens for part in held)
+        assert saved == stage.worker.place.counters.tokens_generated and stage.in_flight() == 0
+        assert _running(stage) == 0
+        await load_weights(stage, "2")
+        await asyncio.to_thread(stage.pool.resume, 2)
+        summary = await worker
+        assert summary.counters.groups_accepted == 2 and summary.counters.tokens_generated == 2 * 48
+        assert summary.counters.pauses == 1 and summary.policy_versions == ("1", "2")
+        assert summary.counters.tokens_resumed == 0
+        for group in stage.groups(stage="ready"):
+            for sample in group.samples:
+                assert [span.version for span in sample.versions] in (["1", "2"], ["2"])
+                assert len(sample.tokens) == 24
+
+
+async def test_a_pause_that_masks_old_tokens_masks_exactly_those(stage_of):
+    async with stage_of(tokens_per_second=30) as stage:
+        stage.submit(1)
+        worker, _ = await started(stage, mask_offpolicy_in_partial_rollout=True)
+        await asyncio.to_thread(stage.pool.pause)
+        await stage.until("the pause is acknowledged", lambda: _acknowledged(stage), worker)
+        await load_weights(stage, "2")
+        await asyncio.to_thread(stage.pool.resume, 2)
+        summary = await worker
+        (group,) = stage.groups(stage="ready")
+        masked = 0
+        for sample in group.samples:
+            old = sum(span.end for span in sample.versions if span.version == "1")
+            assert sample.loss_mask.tolist() == [0] * old + [1] * (24 - old)
+            masked += old
+        assert masked == summary.counters.tokens_masked > 0
+
+
+async def test_a_draining_worker_acknowledges_when_its_groups_are_handed_in(stage_of):
+    async with stage_of(tokens_per_second=60) as stage:
+        stage.submit(3)
+        worker, _ = await started(stage, pause_policy="drain", max_groups=2)
+        await asyncio.to_thread(stage.pool.pause)
+        await stage.until("the pause is acknowledged", lambda: _acknowledged(stage), worker)
+        counts = stage.queue.counts()
+        assert counts.ready == 2 and counts.fresh_pending == 1 and stage.in_flight() == 0
+        await asyncio.to_thread(stage.pool.resume)
+        summary = await worker
+        assert summary.counters.groups_accepted == 3 and summary.counters.aborts == 0
+
+
+async def test_an_in_place_pause_freezes_requests_which_go_on_under_the_new_policy(stage_of):
+    async with stage_of(tokens_per_second=30) as stage:
+        stage.submit(1)
+        worker, _ = await started(stage, pause_policy="in_place")
+        await asyncio.to_thread(stage.pool.pause)
+        await stage.until("the pause is acknowledged", lambda: _acknowledged(stage), worker)
+        assert stage.in_flight() == 2
+        await load_weights(stage, "2", flush_cache=False)
+        await asyncio.to_thread(stage.pool.resume, 2)
+        summary = await worker
+        assert summary.counters.aborts == 0 and summary.counters.requests == 2
+        (group,) = stage.groups(stage="ready")
+        for sample in group.samples:
+            assert len(sample.segments) == 1 and [span.version for span in sample.versions] == ["1", "2"]
+
+
+async def test_an_idle_worker_acknowledges_a_pause_too(stage_of):
+    async with stage_of() as stage:
+        stage.submit(1, seal=False)
+        worker = stage.start()
+        await stage.until("the group is accepted", lambda: stage.queue.counts().ready == 1, worker)
+        await asyncio.to_thread(stage.pool.pause)
+        await stage.until("the pause is acknowledged", lambda: _acknowledged(stage), worker)
+        await asyncio.to_thread(stage.pool.resume)
+        await asyncio.to_thread(stage.queue.seal)
+        assert (await worker).counters.groups_accepted == 1
+
+
+async def test_a_second_pause_right_after_the_first_is_acknowledged_as_well(stage_of):
+    async with stage_of(tokens_per_second=30) as stage:
+        stage.submit(1)
+        worker, _ = await started(stage)
+        for _ in range(3):
+            await asyncio.to_thread(stage.pool.pause)
+            await stage.until("the pause is acknowledged", lambda: _acknowledged(stage), worker)
+            await asyncio.to_thread(stage.pool.resume)
+        assert (await worker).counters.tokens_generated == 48
+
+
+async def test_a_stop_during_a_pause_gives_the_leases_back(stage_of):
+    async with stage_of(tokens_per_second=30) as stage:
+        stage.submit(1)
+        worker, stop = await started(stage)
+        await asyncio.to_thread(stage.pool.pause)
+        await stage.until("the pause is acknowledged", lambda: _acknowledged(stage), worker)
+        stop.set()
+        assert (await worker).reason == "signal"
+        (held,) = stage.held(stage="partial", session="")
+        assert held.task.tokens and held.task.failures == held.task.expirations == 0
+
+
+async def test_requests_of_before_a_quick_resume_still_see_their_stop():
+    hold = Hold()
+    before = hold.stopped
+    hold.close()
+    hold.open()
+    assert before.is_set() and not hold.stopped.is_set() and hold.released.is_set()
+
+
+# -- branches and sessions ------------------------------------------------------------------------------------------
+
+
+async def test_after_a_rollback_old_work_is_dropped_and_the_new_branch_served_without_a_restart(stage_of, caplog):
+    async with stage_of(tokens_per_second=30) as stage:
+        stage.submit(2)
+        await asyncio.to_thread(stage.pool.checkpoint, "before")
+        worker, _ = await started(stage)
+        moved = asyncio.get_running_loop().time()
+        with caplog.at_level(logging.WARNING, "strawq.worker"):
+            await asyncio.to_thread(stage.pool.rollback, "before")
+            await stage.until("old groups are dropped", lambda: stage.worker.place.counters.groups_stale == 2, worker)
+            assert asyncio.get_running_loop().time() - moved < 5
+            await stage.until("new leases", lambda: len([h for h in stage.held() if h.task.session]) == 2, worker)
+            summary = await worker
+        assert summary.counters.groups_accepted == 2 and summary.counters.branches_left == 1
+        assert summary.counters.tokens_discarded > 0 and summary.counters.groups_failed == 0
+        assert sum("went from branch" in record.getMessage() for record in caplog.records) == 1
+        assert stage.queue.counts().ready == 2
+
+
+async def test_a_worker_taken_for_dead_drops_its_work_says_so_once_and_goes_on(stage_of, caplog):
+    async with stage_of(tokens_per_second=30) as stage:
+        stage.submit(2)
+        worker, _ = await started(stage)
+        session = stage.worker.pool.keeper.current
+        with caplog.at_level(logging.WARNING, "strawq.worker"):
+            await asyncio.to_thread(stage.pool.commit, Expire(request="e", session=session, reason="test"))
+            # Somebody else takes the work and hands it in while the first holder still generates.
+            leases = await asyncio.to_thread(stage.queue.acquire, 2)
+            assert len(leases) == 2
+            await stage.until("old groups are dropped", lambda: stage.worker.place.counters.groups_stale == 2, worker)
+        assert stage.worker.place.counters.sessions_lost == 1
+        assert sum("taken for dead" in r.getMessage() for r in caplog.records if r.name == "strawq.worker") == 1
+        for lease in leases:
+            work = await asyncio.to_thread(stage.queue.open, lease)
+            assert token_count(work.group) == 0
+            await asyncio.to_thread(stage.queue.yield_, work)
+        summary = await worker
+        assert summary.counters.groups_accepted == 2 and summary.counters.groups_failed == 0
+        assert stage.pool.inspect().queues["rollout"].accepted == 2
+
+
+async def test_a_report_that_comes_too_late_does_not_count(stage_of):
+    """The hook holds the finished group back until its lease is another's."""
+    import hooks_for_tests as hooks
+
+    hooks.release.clear()
+    hooks.calls["waits"] = 0
+    async with stage_of() as stage:
+        stage.submit(1)
+        worker = stage.start(reward="hooks_for_tests:waits")
+        await stage.until("the hook is called", lambda: hooks.calls["waits"] == 2, worker)
+        run = next(iter(stage.worker.runs.values()))
+        session = stage.worker.pool.keeper.current
+        stage.worker.watcher._seconds = 60.0  # the report itself must find out
+        await asyncio.to_thread(stage.pool.commit, Expire(request="e", session=session, reason="test"))
+        (lease,) = await asyncio.to_thread(stage.queue.acquire, 1)
+        hooks.release.set()
+        await stage.until("the report is refused", lambda: run.end == "stale", worker)
+        assert stage.queue.counts().ready == 0
+        stolen = await asyncio.to_thread(stage.queue.open, lease)
+        await asyncio.to_thread(stage.queue.yield_, stolen)
+        assert (await worker).counters.groups_accepted == 1
+
+
+async def test_a_worker_resumes_what_is_left_of_a_session_that_died(stage_of):
+    async with stage_of(tokens_per_second=40) as stage:
+        stage.submit(1)
+        worker, stop = await started(stage, save_tokens=4)
+        (held,) = await stage.until("progress is saved", lambda: stage.held(stage="partial"), worker)
+        session = stage.worker.pool.keeper.current
+        await asyncio.to_thread(stage.pool.commit, Expire(request="e", session=session, reason="test"))
+        summary = await worker
+        assert summary.counters.groups_accepted == 1 and summary.counters.tokens_resumed >= held.task.tokens
+        assert not stop.is_set()

@@ -1,0 +1,189 @@
+import json
+
+import numpy as np
+import pytest
+
+from strawq import Pool, Prompt, QueueConfig, Sample, VersionSpan
+from strawq.core.commands import Expire
+from strawq.errors import BadInput, Damaged, Fenced, TryAgain
+from strawq.samples import Group
+from strawq_workers.collector import Collector, collect_to_jsonl, open_shared
+
+
+@pytest.fixture
+def pool(tmp_path):
+    with Pool.init(tmp_path / "pool") as opened:
+        yield opened
+
+
+def fill(pool, versions, start=0):
+    """One ready group for each version, of two samples of three tokens."""
+    queue = pool.queue()
+    queue.submit([Prompt(group_id=f"g{start + at}", tokens=[1, 2]) for at in range(len(versions))])
+    for version, lease in zip(versions, queue.acquire(len(versions)), strict=True):
+        work = queue.open(lease)
+        samples = tuple(
+            Sample(
+                i, np.arange(3), np.full(3, -0.5), versions=(VersionSpan(0, 3, version),), status="completed", reward=i
+            )
+            for i in range(2)
+        )
+        queue.complete(work, Group(work.task, work.group.prompt, samples))
+
+
+def names(batch):
+    return [group.prompt.group_id for group in batch]
+
+
+def test_an_unfinished_batch_comes_again_to_the_next_trainer_and_no_other_one(tmp_path, pool):
+    fill(pool, ["1"] * 4)
+    with Pool.open(pool.path) as first:
+        taken = Collector(first).next_batch(2, timeout=5)
+        assert names(taken) == ["g0", "g1"] and taken.delivery == 1
+        second = Collector(pool)
+        # The first trainer lives: the second one waits, and is told why.
+        with pytest.raises(TryAgain, match=r"batch b1 of consumer trainer is open in session"):
+            second.next_batch(2, timeout=0.05)
+        assert names(Collector(pool, consumer="other").next_batch(2, timeout=5)) == ["g2", "g3"]
+        pool.commit(Expire(request="e", session=first.keeper.current))
+        again = second.next_batch(2, timeout=5)
+        assert again.id == taken.id and names(again) == ["g0", "g1"] and again.delivery == 2
+        with pytest.raises(Fenced):
+            Collector(first).finish(taken)
+        second.finish(again)
+    assert pool.queue().counts().trained == 2
+
+
+def test_waiting_ends_with_what_is_missing_and_whether_anybody_works(pool):
+    fill(pool, ["1"])
+    pool.configure("rollout", QueueConfig(max_attempts=1))
+    with pytest.raises(TryAgain, match=r"1 of 2 groups are ready.*is a worker running"):
+        Collector(pool).next_batch(2, timeout=0.05)
+    batch = Collector(pool).next_batch(2, timeout=0.0, fewer=True)
+    assert len(batch) == 1
+
+
+def test_groups_that_become_ready_while_it_waits_are_taken(pool):
+    fill(pool, ["1"])
+
+    def wait(_seconds):
+        if pool.queue().counts().ready == 1:
+            fill(pool, ["1"], start=1)
+
+    assert names(Collector(pool).next_batch(2, timeout=30, wait=wait)) == ["g0", "g1"]
+
+
+def test_the_last_batch_is_smaller_and_then_there_is_none(pool):
+    fill(pool, ["1"] * 3)
+    pool.queue().seal()
+    collector = Collector(pool)
+    for size in (2, 1):
+        batch = collector.next_batch(2, timeout=5)
+        assert len(batch) == size
+        collector.finish(batch)
+    assert collector.next_batch(2, timeout=5) is None
+
+
+def test_staleness_counts_from_the_oldest_token_and_unknown_apart(pool):
+    fill(pool, ["3", "7", "default", "5"])
+    pool.publish_version(7)
+    batch = Collector(pool).next_batch(4, timeout=5)
+    assert batch.metrics() == {
+        "rollout/staleness/unknown_count": 1,
+        "rollout/staleness/mean": 2.0,
+        "rollout/staleness/max": 4,
+    }
+    assert [group.samples[0].versions[0].version for group in batch] == ["3", "5", "7", "default"]
+
+
+def test_ranks_divide_a_batch_and_read_only_their_own_rows(pool, monkeypatch):
+    fill(pool, ["1"] * 5)
+    batch = Collector(pool).next_batch(5, timeout=5)
+    read = []
+    load = pool.payloads.load
+    monkeypatch.setattr(pool.payloads, "load", lambda held, *a: read.append(held.task.id) or load(held, *a))
+    shard = batch.split(1, 2)
+    assert names(shard) == ["g1", "g3"] and read == list(shard.tasks) and len(shard) == 2
+    parts = [batch.split(rank, 3).tasks for rank in range(3)]
+    assert sorted(sum(parts, ())) == sorted(batch.tasks)
+    with pytest.raises(BadInput, match="rank 2"):
+        batch.split(2, 2)
+
+
+def test_another_process_reads_its_share_from_bytes(pool):
+    fill(pool, ["1"] * 2)
+    batch = Collector(pool).next_batch(2, timeout=5)
+    with Pool.open(pool.path) as rank:
+        assert names(open_shared(rank, batch.share()).split(1, 2)) == ["g1"]
+        with pytest.raises(BadInput, match="not a shared batch"):
+            open_shared(rank, b"nothing")
+
+
+def test_a_batch_given_back_is_ready_for_anyone(pool):
+    fill(pool, ["1"] * 2)
+    collector = Collector(pool)
+    collector.give_back(collector.next_batch(2, timeout=5))
+    assert names(Collector(pool, consumer="other").next_batch(2, timeout=5)) == ["g0", "g1"]
+
+
+# -- JSON lines -----------------------------------------------------------------------------------------------------
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_hold_what_was_generated_and_the_batches_are_finished(tmp_path, pool):
+    fill(pool, ["1"] * 5)
+    pool.queue().seal()
+    out = tmp_path / "out.jsonl"
+    summary = collect_to_jsonl(pool, out, count=2, timeout=5)
+    assert (summary.batches, summary.groups, summary.tokens, summary.sealed) == (3, 5, 30, True)
+    first = rows(out)[0]
+    assert first["task"] == "1-0" and first["group_id"] == "g0" and first["prompt"]["tokens"] == [1, 2]
+    sample = first["samples"][1]
+    assert sample["tokens"] == [0, 1, 2] and sample["logprobs"] == [-0.5] * 3 and sample["reward"] == 1.0
+    assert sample["versions"] == [{"start": 0, "end": 3, "version": "1"}] and sample["status"] == "completed"
+    assert pool.queue().counts().trained == 5
+
+
+def test_a_run_that_died_before_it_finished_a_batch_does_not_write_it_twice(tmp_path, pool, monkeypatch):
+    fill(pool, ["1"] * 4)
+    out = tmp_path / "out.jsonl"
+
+    def dies(self, batch, dropped=()):
+        raise KeyboardInterrupt
+
+    with Pool.open(pool.path) as first:
+        with monkeypatch.context() as patch:
+            patch.setattr(Collector, "finish", dies)
+            with pytest.raises(KeyboardInterrupt):
+                collect_to_jsonl(first, out, count=2, timeout=5)
+        pool.commit(Expire(request="e", session=first.keeper.current))
+    assert len(rows(out)) == 2
+    with out.open("ab") as torn:
+        torn.write(b'{"batch": "main/b1", "task"')
+    collect_to_jsonl(pool, out, count=2, batches=2, timeout=5)
+    assert [row["group_id"] for row in rows(out)] == ["g0", "g1", "g2", "g3"]
+
+
+def test_a_file_of_something_else_is_not_written_over(tmp_path, pool):
+    fill(pool, ["1"])
+    out = tmp_path / "notes.txt"
+    out.write_text("my notes\n")
+    with pytest.raises(BadInput, match="no collected group"):
+        collect_to_jsonl(pool, out, count=1, timeout=5)
+    assert out.read_text() == "my notes\n" and pool.queue().counts().ready == 1
+
+
+def test_a_damaged_group_is_named_and_the_batch_stays_open(tmp_path, pool):
+    fill(pool, ["1"] * 2)
+    batch = Collector(pool).next_batch(2, timeout=5)
+
+    def broken(held, *_):
+        raise Damaged(f"object of {held.task.id}")
+
+    pool.payloads.load = broken
+    with pytest.raises(Damaged, match="1-0"):
+        batch.groups()
+    assert pool.queue().counts().in_batch == 2
