@@ -246,7 +246,7 @@ def extend(sample: Sample, more: Sample) -> Sample:
         tokens=np.concatenate([sample.tokens, more.tokens]),
         logprobs=_join(sample.logprobs, more.logprobs),
         loss_mask=np.concatenate([sample.loss_mask, more.loss_mask]),
-        versions=(*sample.versions, *shifted),
+        versions=join_spans((*sample.versions, *shifted)),
         segments=(*sample.segments, *infos),
         text=more.text if sample.text is None else sample.text + (more.text or ""),
         metadata=more.metadata or sample.metadata,

@@ -25,6 +25,8 @@ Cell = Callable[[int], Any]
 """Gives the value of row i: int, float, str, bytes, an array (list of numbers), a list of tuples (list of structs),
 or None."""
 
+# Arrow's names; pyarrow before 26 imports pandas to answer this.
+_DTYPES = {"uint8": np.uint8, "int32": np.int32, "int64": np.int64, "float": np.float32, "double": np.float64}
 _OFFSET_MAX = (1 << 31) - 1
 
 
@@ -86,8 +88,7 @@ def cells(array: Any) -> Cell:
 
 
 def _numbers(array: Any) -> Array:
-    dtype = np.dtype(array.type.to_pandas_dtype())
-    return np.frombuffer(array.buffers()[1] or b"", dtype, count=len(array))
+    return np.frombuffer(array.buffers()[1] or b"", _DTYPES[str(array.type)], count=len(array))
 
 
 def _offsets(array: Any) -> list[int]:

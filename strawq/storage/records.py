@@ -166,7 +166,7 @@ def json_text(value: Any, what: str) -> str:
     try:
         text = msgspec.json.encode(value)
         back = msgspec.json.decode(text)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadInput(f"{what} is not JSON: {error}") from error
     if back != value and back != _as_lists(value):
         raise BadInput(f"{what} does not survive JSON (NaN, infinity, bytes or keys that are not strings?)")
@@ -369,4 +369,7 @@ def _segment(*cells: Any) -> SegmentRow:
 
 
 def _from_json(text: str | None) -> Any:
-    return None if text is None else msgspec.json.decode(text)
+    try:
+        return None if text is None else msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise Damaged(f"a record holds JSON that nobody encoded: {error}") from error
