@@ -14,14 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import blake3
 import msgspec
 
 from strawq.core import commands as c
 from strawq.core import events as e
 from strawq.core.machine import Machine
 from strawq.core.names import require_name
-from strawq.errors import BadInput, Damaged, FormatUnsupported, NotAPool
+from strawq.errors import BadInput, NotAPool
 from strawq.handles import Held
 from strawq.inspection import Inspection, inspect_state
 from strawq.limits import FORMAT_VERSION, LEASE_SECONDS
@@ -34,6 +33,7 @@ from strawq.storage.clock import Clock, SystemClock
 from strawq.storage.contention import AdvisoryLock, CommitLock, NoLock
 from strawq.storage.failure import storage_failed
 from strawq.storage.files import Buffer, Files
+from strawq.storage.header import create_pool, read_header, read_header_patiently
 from strawq.storage.log import CommitLog
 from strawq.storage.objects import ObjectStore
 from strawq.storage.posix import PosixFiles
@@ -61,7 +61,7 @@ class Pool:
         self.files = files
         self.path = path
         self.clock = clock or SystemClock()
-        self.header = read_header(files, path)
+        self.header = read_header_patiently(files, path, self.clock)
         self.instance = self.clock.new_id()
         self.staging = Staging(files, self.instance)
         self.log: CommitLog[Machine] = CommitLog(
@@ -343,51 +343,3 @@ def require_free(path: str | os.PathLike[str]) -> Path:
     if foreign:
         raise BadInput(f"{root} is not empty (it holds {foreign[0]!r}); choose a new directory for the pool")
     return root
-
-
-def create_pool(files: Files, header: PoolHeader) -> None:
-    """Write the directories and, last, the header that makes them a pool. `FileExistsError` if somebody was first."""
-    for directory in layout.DIRECTORIES:
-        files.make_directory(directory)
-    staging = Staging(files, header.pool_id)
-    if not staging.place([encode_header(header)], layout.HEADER):
-        raise FileExistsError(layout.HEADER)
-    files.sync_directory("")
-
-
-def encode_header(header: PoolHeader) -> bytes:
-    """The bytes of `strawq.json`: readable, and with a digest of everything in it. One header has one encoding."""
-    digest = blake3.blake3(msgspec.json.encode(msgspec.structs.replace(header, blake3=""))).hexdigest()
-    sealed = msgspec.structs.replace(header, blake3=digest)
-    return msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n"
-
-
-def read_header(files: Files, path: str) -> PoolHeader:
-    """`strawq.json`. `NotAPool`, `FormatUnsupported` or `Damaged` say what is wrong with it."""
-    where = path or "this directory"
-    try:
-        data = files.read(layout.HEADER)
-    except FileNotFoundError as error:
-        raise NotAPool(f"{where} is not a pool: it has no {layout.HEADER}; make one with `strawq init`") from error
-    except OSError as error:
-        raise storage_failed("read", f"{where}/{layout.HEADER}", error) from error
-    try:
-        version = msgspec.json.decode(data, type=_Version).format_version
-        if version != FORMAT_VERSION:
-            raise FormatUnsupported(
-                f"{where} has format version {version}; this strawq reads version {FORMAT_VERSION}: use a "
-                f"{'newer' if version > FORMAT_VERSION else 'matching'} strawq"
-            )
-        header = msgspec.json.decode(data, type=PoolHeader)
-        if encode_header(header) == data:
-            return header
-        problem = "its bytes do not match its digest"
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        problem = str(error)
-    raise Damaged(
-        f"{where}/{layout.HEADER} is damaged ({problem}); restore it from a copy: without it the pool is not opened"
-    )
-
-
-class _Version(msgspec.Struct):
-    format_version: int

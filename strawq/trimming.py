@@ -19,7 +19,7 @@ from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT, TRIM_ENTRIES
 from strawq.model import ObjectRef, StoredObject
 from strawq.storage import layout
 from strawq.storage.failure import file_calls, storage_failed
-from strawq.storage.floors import encode_floor, read_floor
+from strawq.storage.floors import encode_floor
 from strawq.storage.snapshots import snapshot_numbers
 
 if TYPE_CHECKING:
@@ -105,11 +105,11 @@ def _announce(pool: Pool, floor: int) -> int:
         path = layout.floor(number)
         try:
             # If the name is taken, another trimmer's floor stands there: it is adopted.
-            pool.staging.publish(pool.staging.write([encode_floor(number, floor)]), path)
+            pool.staging.place([encode_floor(number, floor)], path)
             pool.files.sync_directory(layout.FLOORS)
         except OSError as error:
             raise storage_failed("write", path, error) from error
-        holds = read_floor(pool.files, number)
+        holds = pool.log.read_floor(number)
         pool.commit(c.Trim(request=pool.new_request(), number=number, floor=holds))
         if holds >= floor:
             return holds

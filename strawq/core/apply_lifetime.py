@@ -77,7 +77,8 @@ def _rolled_back(state: State, event: e.RolledBack, seq: int, _where: Where) -> 
                 queue.tasks.put(key, replace(queue.tasks[key], session=""))
         for batch in queue.batches.values():
             queue.batches.put(batch.number, replace(batch, session=""))
-    new.change(pause=None)
+    # What was answered on the line that is left is not remembered on this one.
+    new.change(pause=None, forgotten_seq=seq)
     parent = checkpoint.branch if checkpoint else event.target
     base = checkpoint.seq if checkpoint else state.branches[event.target].left_seq
     state.branches.put(event.branch, BranchRow(event.branch, parent=parent, source=event.target, base_seq=base))

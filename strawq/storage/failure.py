@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from strawq.errors import StorageFailed
 
@@ -16,3 +18,12 @@ def storage_failed(verb: str, what: str, error: OSError) -> StorageFailed:
         errno.EACCES: "permission denied: the pool belongs to another user",
     }.get(error.errno or 0, "look at the mount")
     return StorageFailed(f"cannot {verb} {what}: {error.strerror or error}; {remedy}")
+
+
+@contextmanager
+def file_calls(verb: str, what: str) -> Iterator[None]:
+    """Around or as a decorator of code that calls files: no bare `OSError` reaches a caller of strawq."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_failed(verb, what, error) from error

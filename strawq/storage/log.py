@@ -14,16 +14,16 @@ entry was a commit or a ghost. We remove the ghost, reload, and ask the state by
 from __future__ import annotations
 
 import contextlib
-import errno
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import msgspec
 
-from strawq.errors import Contended, Damaged, OutcomeUnknown, StorageFailed, StrawqError
-from strawq.limits import COMMANDS_PER_ENTRY, COMMIT_TRIES, ENTRY_INLINE_BYTES, SNAPSHOT_ENTRIES, UNKNOWN_TRIES
+from strawq.errors import Contended, Damaged, OutcomeUnknown, StrawqError
+from strawq.limits import COMMANDS_PER_ENTRY, COMMIT_TRIES, ENTRY_INLINE_BYTES, SNAPSHOT_ENTRIES
 from strawq.storage import layout
+from strawq.storage.appending import Appender, Outcome
 from strawq.storage.clock import Clock
 from strawq.storage.contention import AdvisoryLock
 from strawq.storage.entry import EntryLine, encode_entry
@@ -32,6 +32,8 @@ from strawq.storage.files import Buffer
 from strawq.storage.replay import M, Replay
 from strawq.storage.snapshots import encode_snapshot
 from strawq.storage.staging import Staging
+
+Published = Outcome | Literal["ghost"]
 
 
 class _Ticket:
@@ -66,14 +68,17 @@ class CommitLog(Replay[M]):
         self._line = threading.Lock()
         self._waiting: list[_Ticket] = []
         self._durable_seq = 0
-        self._segment_made = -1
+        self._append = Appender(staging, clock, self.read_entry)
 
     # Reading.
 
-    def refresh(self, view: Callable[[M], Any] | None = None) -> Any:
-        """Fold everything that is committed by now; `view` reads the state while nothing can change it."""
+    def refresh(self, view: Callable[[M], Any] | None = None, *, durable: bool = False) -> Any:
+        """Fold everything that is committed by now; `view` reads the state while nothing can change it. With
+        `durable`, no power cut takes what it reads: for acts that cannot be taken back."""
         with self._lead:
             self._catch_up()
+            if durable:
+                self._make_durable(self.machine.seq)
             return view(self.machine) if view is not None else None
 
     def refresh_leniently(self, view: Callable[[M], Any]) -> Any:
@@ -120,7 +125,7 @@ class CommitLog(Replay[M]):
             tickets = self._next_group()
         try:
             with self._advisory.held():
-                fresh = not self._loaded or self._advisory.contended
+                fresh = not self._at_end or self._advisory.contended
                 if fresh:
                     self._catch_up()
                 self._commit_group(tickets, fresh)
@@ -179,10 +184,12 @@ class CommitLog(Replay[M]):
                 self._advisory.lost_race()
                 if turn > 2:
                     self._clock.sleep(0.002 * min(turn, 50) * self._clock.jitter())
-            self._catch_up()
+            trims = self.machine.trims
+            self._catch_up_in_doubt(outcome)
             fresh = True
-            for ticket in waiting:
-                self._ask_by_identity(ticket, outcome)
+            if outcome != "lost" or self.machine.trims != trims:
+                for ticket in waiting:
+                    self._ask_by_identity(ticket)
         raise Contended(
             f"other processes committed first {COMMIT_TRIES} times in a row; nothing was changed, try again"
         )
@@ -227,10 +234,21 @@ class CommitLog(Replay[M]):
         for ticket in tickets:
             ticket.done = True
 
-    def _ask_by_identity(self, ticket: _Ticket, outcome: str) -> None:
-        """After a ghost: was our command committed, folded and trimmed while we slept? If the state no longer
-        remembers that far back, say so instead of guessing."""
-        if outcome != "ghost" or self.machine.answered(ticket.command) is not None:
+    def _catch_up_in_doubt(self, outcome: Published) -> None:
+        """Catch up after a publish. Where it may have been ours, no failure says that nothing happened."""
+        try:
+            self._catch_up()
+        except StrawqError as error:
+            if outcome == "lost":
+                raise
+            raise OutcomeUnknown(
+                f"whether the commit counts is not known ({error}); ask again with the same request id"
+            ) from error
+
+    def _ask_by_identity(self, ticket: _Ticket) -> None:
+        """After a trim that we slept through: was our command committed, folded and trimmed meanwhile? If the state
+        no longer remembers that far back, say so instead of guessing."""
+        if self.machine.answered(ticket.command) is not None:
             return
         if self.machine.forgotten_seq > ticket.since:
             ticket.fail(
@@ -241,9 +259,9 @@ class CommitLog(Replay[M]):
                 )
             )
 
-    def _publish(self, events: list[Any], inline: dict[str, Buffer]) -> str:
-        """Give the next number to an entry of ours: `committed`, `lost` (another has it) or `ghost` (the number is
-        below a floor)."""
+    def _publish(self, events: list[Any], inline: dict[str, Buffer]) -> Published:
+        """Give the next number to an entry of ours: `committed`, `lost` (another has it), `unsure`, or `ghost` (the
+        number is below a floor). It is published only behind a durable entry, so that no power cut leaves a hole."""
         machine, seq = self.machine, self.machine.seq + 1
         sizes = [(digest, len(data)) for digest, data in inline.items()]
         line = EntryLine(
@@ -257,13 +275,24 @@ class CommitLog(Replay[M]):
         )
         head, digest = encode_entry(line)
         buffers = [head, *inline.values()]
-        self._make_segment(seq)
-        if not self._exclusive(seq, line.id, buffers):
+        self._sync_name(machine.seq)
+        self._append.make_segment(seq)
+        outcome = self._append.publish(seq, line.id, buffers)
+        if outcome != "committed":
             machine.undo()
-            return "lost"
-        if self._below_floor(seq):
+            return outcome
+        try:
+            below = self._below_floor(seq)
+        except StrawqError as error:
+            raise OutcomeUnknown(
+                f"entry {seq} is written, but whether it is above the floor is not known ({error}); ask again with "
+                "the same request id"
+            ) from error
+        if below:
             machine.undo()
-            self.files.remove(layout.entry(seq))
+            # One that cannot be removed is garbage below the floor; the next trim finds it.
+            with contextlib.suppress(OSError):
+                self.files.remove(layout.entry(seq))
             return "ghost"
         self._advance(seq, digest, sum(len(part) for part in buffers))
         self.commits += 1
@@ -292,70 +321,32 @@ class CommitLog(Replay[M]):
             line = EntryLine(
                 seq + 1, self.tip, self._clock.new_id(), self.staging.instance, self._clock.wall_ms(), [], voids=seq
             )
-            self._make_segment(seq + 1)
-            self._exclusive(seq + 1, line.id, [encode_entry(line)[0]])
+            try:
+                self._sync_name(seq)
+                self._append.make_segment(seq + 1)
+                self._append.publish(seq + 1, line.id, [encode_entry(line)[0]])
+            except OSError as error:
+                raise storage_failed("write", layout.entry(seq + 1), error) from error
             self._catch_up()
             self._make_durable(self.machine.seq)
             return seq
 
-    def _make_segment(self, seq: int) -> None:
-        number = layout.segment(seq)
-        if number != self._segment_made:
-            self.files.make_directory(layout.segment_directory(number))
-            self._segment_made = number
-
-    def _exclusive(self, seq: int, commit_id: str, buffers: Sequence[Buffer]) -> bool:
-        """Whether entry `seq` is ours. A publish whose reply is lost is asked about until it is known: committed,
-        lost, or unknown."""
-        path, staged = layout.entry(seq), ""
-        unknown: OSError | None = None
-        for turn in range(UNKNOWN_TRIES):
-            try:
-                if not staged:
-                    staged = self.staging.write(buffers)
-                if self.staging.publish(staged, path):
-                    return True
-                staged = ""
-                mine = self._is_ours(seq, commit_id)
-                if mine is not None:
-                    return mine
-            except FileNotFoundError:
-                # Our staged file was collected, or a rename whose reply was lost has consumed it. Publishing again is
-                # safe either way.
-                staged = ""
-                self._segment_made = -1
-                self._make_segment(seq)
-            except OSError as error:
-                if unknown is None and (not staged or error.errno not in _PASSING):
-                    self.staging.discard(staged)
-                    raise
-                unknown = error
-                with contextlib.suppress(StorageFailed, Damaged):
-                    if self._is_ours(seq, commit_id):
-                        self.staging.discard(staged)
-                        return True
-            self._clock.sleep(0.005 * 2**turn * (0.5 + self._clock.jitter()))
-        raise OutcomeUnknown(
-            f"the file system does not say whether {path} was written ({unknown}); ask again with the same request id"
-        )
-
-    def _is_ours(self, seq: int, commit_id: str) -> bool | None:
-        """Whether the entry that stands at `seq` carries our commit id; None if none stands there."""
-        entry = self.read_entry(seq)
-        return None if entry is None else entry.line.id == commit_id
-
     def _make_durable(self, seq: int) -> None:
-        """Make the names of all entries up to `seq` durable."""
-        if seq <= self._durable_seq:
-            return
+        """Make the names of all entries up to `seq` durable: those before it were, before it was published."""
         try:
-            for number in range(layout.segment(max(self._durable_seq, seq - 1)), layout.segment(seq) + 1):
-                self.files.sync_directory(layout.segment_directory(number))
+            self._sync_name(seq)
         except OSError as error:
             raise OutcomeUnknown(
                 f"entry {seq} is written, but its name is not known to be durable ({error}); ask again with the "
                 "same request id"
             ) from error
+
+    def _sync_name(self, seq: int) -> None:
+        if seq <= self._durable_seq:
+            return
+        # A segment that is gone was trimmed, behind a snapshot that was written when all of it was durable.
+        with contextlib.suppress(FileNotFoundError):
+            self.files.sync_directory(layout.segment_directory(layout.segment(seq)))
         self._durable_seq = seq
 
     # Snapshots.
@@ -385,10 +376,6 @@ class CommitLog(Replay[M]):
         self._make_durable(seq)
         data = encode_snapshot(self.pool, seq, self.tip, self.machine.dump())
         # If the name is taken: same entry, same bytes.
-        self.staging.publish(self.staging.write([data]), layout.snapshot(seq))
+        self.staging.place([data], layout.snapshot(seq))
         self.files.sync_directory(layout.SNAPSHOTS)
         self.snapshot_seq, self._snapshot_bytes, self._bytes_since = seq, len(data), 0
-
-
-_PASSING = (errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EINTR, errno.EAGAIN)
-"""After one of these a publish may have worked."""

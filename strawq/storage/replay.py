@@ -7,7 +7,7 @@ we are below the floor, and start again from a newer snapshot.
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -19,10 +19,11 @@ from strawq.storage.clock import Clock
 from strawq.storage.entry import Entry, decode_entry
 from strawq.storage.failure import file_calls, storage_failed
 from strawq.storage.files import Files
-from strawq.storage.floors import read_floor
+from strawq.storage.floors import decode_floor
 from strawq.storage.snapshots import usable_snapshots
 
 M = TypeVar("M", bound="Machine")
+T = TypeVar("T")
 GENESIS = "0" * 64
 _DAMAGE_WAITS_SECONDS = (0.02, 0.1, 0.4, 1.0)
 
@@ -65,6 +66,7 @@ class Replay(Generic[M]):
         """Damaged snapshots that were passed over, by path."""
         self._clock = clock
         self._loaded = False
+        self._at_end = False
         self._snapshot_bytes = 0
         self._bytes_since = 0
 
@@ -72,11 +74,21 @@ class Replay(Generic[M]):
         """Entry `seq`, or None if that number is free. Bytes may be late on some mounts, so damage is looked at again
         before it is believed."""
         path = layout.entry(seq)
+        try:
+            return self._patiently(path, lambda data: decode_entry(seq, path, data))
+        except FileNotFoundError:
+            return None
+
+    def read_floor(self, number: int) -> int:
+        """Entries below this number may be gone since trim `number`. `FileNotFoundError` if there was no such trim."""
+        return self._patiently(layout.floor(number), lambda data: decode_floor(number, data))
+
+    def _patiently(self, path: str, decode: Callable[[bytes], T]) -> T:
         for wait in (*_DAMAGE_WAITS_SECONDS, None):
             try:
-                return decode_entry(seq, path, self.files.read(path))
+                return decode(self.files.read(path))
             except FileNotFoundError:
-                return None
+                raise
             except Damaged:
                 if wait is None:
                     raise
@@ -84,9 +96,11 @@ class Replay(Generic[M]):
                 if wait is None or error.errno not in (errno.ESTALE, errno.EIO, errno.ETIMEDOUT):
                     raise storage_failed("read", path, error) from error
             self._clock.sleep(wait)
-        return None
+        raise AssertionError("the last try returns or raises")
 
     def _catch_up(self) -> None:
+        # Until floors are looked at, what is folded may be a ghost: nothing is decided on it if this does not return.
+        self._at_end = False
         for _ in range(RELOAD_TRIES):
             if not self._loaded:
                 with file_calls("read", "the newest snapshot"):
@@ -94,6 +108,7 @@ class Replay(Generic[M]):
             while (entry := self._next_entry()) is not None:
                 self._fold(entry)
             if not self._below_floor(self.machine.seq):
+                self._at_end = True
                 return
             self._loaded = False
             self._clock.sleep(0.01 + 0.1 * self._clock.jitter())
@@ -155,7 +170,7 @@ class Replay(Generic[M]):
         number = self.machine.trims + 1
         while True:
             try:
-                floor = read_floor(self.files, number)
+                floor = self.read_floor(number)
             except FileNotFoundError:
                 return False
             if floor > seq:

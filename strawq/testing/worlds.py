@@ -7,10 +7,12 @@ from typing import Any
 
 from strawq.limits import FORMAT_VERSION
 from strawq.model import PoolHeader, QueueConfig, Session
-from strawq.pool import DEFAULT_QUEUE, Pool, create_pool
+from strawq.pool import DEFAULT_QUEUE, Pool
 from strawq.session import SessionKeeper
+from strawq.storage.clock import Clock
 from strawq.storage.faulty import FaultPlan, FaultyFiles
 from strawq.storage.files import Files
+from strawq.storage.header import create_pool
 from strawq.storage.memory import MemoryFiles
 from strawq.testing.clock import SimulatedClock
 
@@ -42,12 +44,18 @@ class World:
         """Another host's view of the directory."""
         return FaultyFiles(self.memory, plan, clock=self.clock.monotonic)
 
-    def process(self, files: Files | None = None, plan: FaultPlan | None = None, role: str = "simulated") -> Pool:
+    def process(
+        self,
+        files: Files | None = None,
+        plan: FaultPlan | None = None,
+        role: str = "simulated",
+        clock: Clock | None = None,
+    ) -> Pool:
         return Pool(
             files if files is not None else self.files(plan),
             role=role,
             lease_seconds=self.lease_seconds,
-            clock=self.clock,
+            clock=clock or self.clock,
             background=False,
             keeper=_keeper,
         )

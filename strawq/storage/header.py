@@ -1,0 +1,75 @@
+"""`strawq.json`: what makes a directory a pool. Written once, as the last file of a new pool, and never changed."""
+
+from __future__ import annotations
+
+import blake3
+import msgspec
+
+from strawq.errors import Damaged, FormatUnsupported, NotAPool, StorageFailed
+from strawq.limits import FORMAT_VERSION
+from strawq.model import PoolHeader
+from strawq.storage import layout
+from strawq.storage.clock import Clock
+from strawq.storage.failure import storage_failed
+from strawq.storage.files import Files
+from strawq.storage.staging import Staging
+
+_HEADER_WAITS_SECONDS = (0.02, 0.1, 0.4)
+
+
+def create_pool(files: Files, header: PoolHeader) -> None:
+    """Write the directories and, last, the header that makes them a pool. `FileExistsError` if somebody was first."""
+    for directory in layout.DIRECTORIES:
+        files.make_directory(directory)
+    staging = Staging(files, header.pool_id)
+    if not staging.place([encode_header(header)], layout.HEADER):
+        raise FileExistsError(layout.HEADER)
+    files.sync_directory("")
+
+
+def encode_header(header: PoolHeader) -> bytes:
+    """The bytes of `strawq.json`: readable, and with a digest of everything in it. One header has one encoding."""
+    digest = blake3.blake3(msgspec.json.encode(msgspec.structs.replace(header, blake3=""))).hexdigest()
+    sealed = msgspec.structs.replace(header, blake3=digest)
+    return msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n"
+
+
+def read_header_patiently(files: Files, path: str, clock: Clock) -> PoolHeader:
+    """A mount may show a fresh file late, or zeros for a while; damage is believed when it stays."""
+    for wait in _HEADER_WAITS_SECONDS:
+        try:
+            return read_header(files, path)
+        except (Damaged, StorageFailed):
+            clock.sleep(wait)
+    return read_header(files, path)
+
+
+def read_header(files: Files, path: str) -> PoolHeader:
+    """`strawq.json`. `NotAPool`, `FormatUnsupported` or `Damaged` say what is wrong with it."""
+    where = path or "this directory"
+    try:
+        data = files.read(layout.HEADER)
+    except FileNotFoundError as error:
+        raise NotAPool(f"{where} is not a pool: it has no {layout.HEADER}; make one with `strawq init`") from error
+    except OSError as error:
+        raise storage_failed("read", f"{where}/{layout.HEADER}", error) from error
+    try:
+        version = msgspec.json.decode(data, type=_Version).format_version
+        if version != FORMAT_VERSION:
+            raise FormatUnsupported(
+                f"{where} has format version {version}; this strawq reads version {FORMAT_VERSION}: use a "
+                f"{'newer' if version > FORMAT_VERSION else 'matching'} strawq"
+            )
+        header = msgspec.json.decode(data, type=PoolHeader)
+        if encode_header(header) == data:
+            return header
+        problem = "its bytes do not match its digest"
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        problem = str(error)
+    raise Damaged(
+        f"{where}/{layout.HEADER} is damaged ({problem}); restore it from a copy: without it the pool is not opened"
+    )
+
+
+class _Version(msgspec.Struct):
+    format_version: int
