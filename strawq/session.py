@@ -8,12 +8,14 @@ of work joins with a fresh id.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 from collections.abc import Callable
 
 from strawq.core.commands import Expire, Join, Leave
+from strawq.core.events import Refusal
 from strawq.core.machine import Machine
 from strawq.errors import BadInput, StrawqError
 from strawq.limits import LEASE_SECONDS_MIN
@@ -139,12 +141,23 @@ class SessionKeeper:
                 self.current = ""
 
     def _expire(self, session: Session, reason: str) -> str:
-        self._log.commit(Expire(request=f"expire-{session.id}", session=session.id, reason=reason))
-        logger.warning(
-            "session %s (%s, pid %d) expired: %s; its leases are free", session.id, session.host, session.pid, reason
-        )
-        self._log.files.remove(layout.session_file(session.id))
+        # A request of its own for each observer: their reasons differ, and the second finds it done.
+        request = f"expire-{session.id}-{self._clock.new_id()[:8]}"
+        if not isinstance(self._log.commit(Expire(request=request, session=session.id, reason=reason)), Refusal):
+            logger.warning(
+                "session %s (%s, pid %d) expired: %s; its leases are free",
+                session.id,
+                session.host,
+                session.pid,
+                reason,
+            )
+        self._forget_file(session.id)
         return session.id
+
+    def _forget_file(self, session: str) -> None:
+        """The session has ended; a heartbeat file that cannot be removed now is left to garbage collection."""
+        with contextlib.suppress(OSError):
+            self._log.files.remove(layout.session_file(session))
 
     def close(self) -> None:
         """Give leases and batches back and stop the thread. In a forked child: nothing."""
@@ -157,4 +170,4 @@ class SessionKeeper:
             session, self.current = self.current, ""
             if session:
                 self._log.commit(Leave(request=f"leave-{session}", session=session))
-                self._log.files.remove(layout.session_file(session))
+                self._forget_file(session)

@@ -1,0 +1,33 @@
+"""Two observers see one process die, each with its own words for it."""
+
+from __future__ import annotations
+
+from strawq.testing.worlds import World
+
+
+def test_two_observers_that_expire_one_session_do_not_trip_over_each_other() -> None:
+    world = World(lease_seconds=4.0)
+    dead, first, second = world.process(), world.process(), world.process()
+    dead.queue()
+    session = dead.keeper.require()
+    for _ in range(3):
+        first.keeper.round()
+        world.clock.sleep(0.3)
+    started = [False]
+    for _ in range(20):
+        first.keeper.beat()
+        second.keeper.beat()
+        reasons = first.keeper._observer.stopped(first.keeper._others(list(_sessions(first))))
+        others = second.keeper._observer.stopped(second.keeper._others(list(_sessions(second))))
+        if reasons and others:
+            started[0] = True
+            assert first.keeper._expire(*reasons[0]) == session
+            assert second.keeper._expire(others[0][0], "in other words") == session
+            break
+        world.clock.sleep(1.0)
+    assert started[0]
+    assert session not in {row.id for row in _sessions(first)}
+
+
+def _sessions(pool):  # type: ignore[no-untyped-def]
+    return pool.log.refresh(lambda machine: list(machine.state.sessions.values()))
