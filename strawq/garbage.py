@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 SEEN_WAIT_SECONDS = 5.0
 STAGING_LOOK_SECONDS = 2.0
 _POLL_SECONDS = 0.05
+SWEEP_AGAIN_EPOCHS = 16
 
 
 class Removal(msgspec.Struct, frozen=True):
@@ -128,8 +129,9 @@ def _reachable(machine: Machine) -> _Reachable:
 
 def plan_collection(pool: Pool) -> Plan:
     """Everything that can go now. Reads the log's newest position first, then the directories: what is found later is
-    younger."""
-    seen: _Reachable = pool.log.refresh(_reachable)
+    younger. The position is durable: a power cut must not bring back an entry's absence, and with it a reference to
+    what was removed."""
+    seen: _Reachable = pool.log.refresh(_reachable, durable=True)
     removals: list[Removal] = []
     unknown: list[str] = []
     swept: list[tuple[int, int]] = []
@@ -138,7 +140,8 @@ def plan_collection(pool: Pool) -> Plan:
         if not (name.isascii() and name.isdigit()):
             unknown.append(f"{layout.OBJECTS}/{name}")
         elif int(name) <= seen.closed_epoch:
-            _plan_epoch(pool, int(name), seen.files.get(int(name), {}), removals, unknown, swept, empty)
+            reachable = seen.files.get(int(name), {})
+            _plan_epoch(pool, int(name), seen.closed_epoch, reachable, removals, unknown, swept, empty)
     _plan_staging(pool, seen, removals)
     _plan_sessions(pool, seen, removals, unknown)
     unknown += [name for name in pool.files.names("") if name not in _KNOWN_TOP]
@@ -154,16 +157,18 @@ _KNOWN_TOP = frozenset({layout.HEADER, *layout.DIRECTORIES})
 def _plan_epoch(
     pool: Pool,
     epoch: int,
+    closed: int,
     reachable: dict[str, int],
     removals: list[Removal],
     unknown: list[str],
     swept: list[tuple[int, int]],
     empty: list[str],
 ) -> None:
-    """A closed epoch only ever loses files. One that was swept when it held as many files as are reachable now holds
-    no others."""
+    """One that was swept when it held as many files as are reachable now holds no others, but what a writer who slept
+    through its end may have left there since: so it is looked at again when some more epochs have closed."""
     directory = f"{layout.OBJECTS}/{epoch:06d}"
-    if reachable and _swept_count(pool, epoch) == len(reachable):
+    swept_files, swept_at = _swept(pool, epoch)
+    if reachable and swept_files == len(reachable) and closed - swept_at < SWEEP_AGAIN_EPOCHS:
         return
     for part in pool.files.names(directory):
         if part == _SWEPT:
@@ -192,25 +197,20 @@ def _plan_epoch(
 _SWEPT = "swept"
 
 
-def _swept_count(pool: Pool, epoch: int) -> int:
+def _swept(pool: Pool, epoch: int) -> tuple[int, int]:
+    """How many files the epoch held when it was swept, and which epoch was the newest closed one then; (-1, 0) if the
+    marker does not say so beyond doubt."""
     try:
-        data = pool.files.read(f"{layout.OBJECTS}/{epoch:06d}/{_SWEPT}")
-    except OSError:
-        return -1
-    return _swept_files(epoch, data)
+        words = bytes(unseal(pool.files.read(f"{layout.OBJECTS}/{epoch:06d}/{_SWEPT}"))[0]).split()
+    except (OSError, Unsealed):
+        return -1, 0
+    if len(words) != 3 or words[0] != b"%d" % epoch or not (words[1] + words[2]).isdigit():
+        return -1, 0
+    return int(words[1]), int(words[2])
 
 
-def _swept_content(epoch: int, files: int) -> bytes:
-    return seal(b"%d %d" % (epoch, files))[0]
-
-
-def _swept_files(epoch: int, data: bytes) -> int:
-    """How many files the epoch held when it was swept; -1 if the marker does not say so beyond doubt."""
-    try:
-        words = bytes(unseal(data)[0]).split()
-    except Unsealed:
-        return -1
-    return int(words[1]) if len(words) == 2 and words[0] == b"%d" % epoch and words[1].isdigit() else -1
+def _swept_content(epoch: int, files: int, closed: int) -> bytes:
+    return seal(b"%d %d %d" % (epoch, files, closed))[0]
 
 
 def _plan_staging(pool: Pool, seen: _Reachable, removals: list[Removal]) -> None:
@@ -260,7 +260,7 @@ def execute(pool: Pool, plan: Plan) -> Collected:
     for directory in plan.empty_directories:
         pool.files.remove_directory(directory)
     for epoch, count in plan.swept:
-        pool.files.replace(f"{layout.OBJECTS}/{epoch:06d}/{_SWEPT}", _swept_content(epoch, count))
+        pool.files.replace(f"{layout.OBJECTS}/{epoch:06d}/{_SWEPT}", _swept_content(epoch, count, plan.closed_epoch))
     return Collected(files, size, by_reason, plan.unknown, plan.kept_files, plan.kept_bytes, plan.closed_epoch)
 
 
