@@ -6,15 +6,16 @@ leave it. `Fenced`: drop the work. Anything else that a public call raises is a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from strawq.errors import BadInput, Damaged, Fenced, Gone, OutcomeUnknown, RequestConflict, StrawqError
 from strawq.garbage import collect_garbage
-from strawq.handles import Batch, Held
+from strawq.handles import Batch, Held, Lease
 from strawq.queue import Change, Queue, Work
 from strawq.testing.simulation.book import Note, Promise
-from strawq.testing.simulation.content import grown, make_prompt, mistakes, tokens_of
+from strawq.testing.simulation.content import grown, in_memory, make_prompt, mistakes, tokens_of
 from strawq.testing.simulation.host import Process
 from strawq.testing.simulation.violation import Violation, require
 from strawq.trimming import trim_log
@@ -83,10 +84,7 @@ class Actor:
                 return None
             want = Note(note.group_id, tokens=note.tokens)
             try:
-                group = self.process.pool.payloads.load(held)
-                for sample in group.samples:
-                    if sample.r3 is not None:
-                        sample.r3[:]
+                group = in_memory(self.process.pool.payloads.load(held))
             except StrawqError as error:
                 self.process.must_live()
                 if isinstance(error, Damaged | Gone) and current() and not self.process.stormy:
@@ -123,15 +121,15 @@ class Worker(Actor):
         answer = self.ask(lambda: self.queue.acquire(count, request_id=request))
         works = []
         for lease in answer or ():
-
-            def current(task: str = lease.task, owner: tuple[str, int] = (lease.session, lease.attempt)) -> bool:
-                note = self.book.line.notes.get(task)
-                return self.book.branch == lease.branch and note is not None and note.lease == owner
-
-            group = self.read(lease.held, current)
+            group = self.read(lease.held, functools.partial(self.is_current, lease))
             if group is not None:
                 works.append(Work(lease, group))
         return works
+
+    def is_current(self, lease: Lease) -> bool:
+        note = self.book.line.notes.get(lease.task)
+        owner = (lease.session, lease.attempt)
+        return self.book.branch == lease.branch and note is not None and note.lease == owner
 
     def go_on(self, held: list[Work], old: list[Work]) -> None:
         work = held.pop(self.chance.randrange(len(held)))
@@ -154,7 +152,11 @@ class Worker(Actor):
     def change(self, work: Work, outcome: Any) -> Change:
         group = None
         if outcome in ("save", "yield", "complete"):
-            count = 0 if outcome != "save" and self.chance.random() < 0.2 and work.group.samples else self.chance.randint(1, 3)
+            count = (
+                0
+                if outcome != "save" and self.chance.random() < 0.2 and work.group.samples
+                else self.chance.randint(1, 3)
+            )
             version = self.world.truth.state.branch.meta.policy_version
             group = grown(work.group, work.task, work.lease.attempt, count, version, outcome == "complete")
         reason = self.chance.choice(["filtered", "engine error"])
@@ -255,8 +257,8 @@ class Operator(Actor):
             self.wait(0.5)
             pool = self.process.pool
             kind = self.chance.choice(
-                ["checkpoint", "checkpoint", "rollback", "drop checkpoint", "drop branch", "pause", "version", "version",
-                 "retry", "drop", "snapshot", "acknowledge"]
+                ["checkpoint", "checkpoint", "rollback", "drop checkpoint", "drop branch", "pause", "version",
+                 "version", "retry", "drop", "snapshot", "acknowledge"]
             )  # fmt: skip
             if kind == "checkpoint":
                 name = f"c{self.chance.randrange(6)}"
@@ -340,7 +342,7 @@ class Auditor(Actor):
         pool.log.refresh(see)
         for one in held:
             try:
-                group = pool.payloads.load(one)
+                group = in_memory(pool.payloads.load(one))
             except Gone:
                 reached = self.world.truth.state.objects
                 if all(part.object in reached for part in one.task.parts):

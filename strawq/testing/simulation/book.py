@@ -65,6 +65,7 @@ class Book:
     def __init__(self, max_expirations: int) -> None:
         self.commands: defaultdict[str, list[c.AnyCommand]] = defaultdict(list)
         self.promises: dict[str, Promise] = {}
+        self.askers: defaultdict[str, set[str]] = defaultdict(set)
         self.denied: dict[str, str] = {}
         self.unknown: set[str] = set()
         self._max_expirations = max_expirations
@@ -82,7 +83,8 @@ class Book:
         self.events: dict[str, list[tuple[int, e.AnyEvent]]] = {}
         self.counts: defaultdict[str, int] = defaultdict(int)
 
-    def asked(self, command: c.AnyCommand) -> None:
+    def asked(self, command: c.AnyCommand, who: str) -> None:
+        self.askers[command.request].add(who)
         self.commands[command.request].append(command)
         self.denied.pop(command.request, None)
 
@@ -97,7 +99,9 @@ class Book:
         known = self.events.setdefault(event.request, [])
         branches = {getattr(command, "branch", "") for command in commands}
         require(
-            isinstance(event, e.Submitted | e.Checkpointed | e.RolledBack) or branches <= {""} or self.branch in branches,
+            isinstance(event, e.Submitted | e.Checkpointed | e.RolledBack)
+            or branches <= {""}
+            or self.branch in branches,
             f"entry {seq} holds an event of branch {branches} while {self.branch} is active: {event}",
         )
         self.counts[type(event).__name__] += 1
@@ -223,7 +227,7 @@ class Book:
             raise Violation(f"batch {batch} was finished or returned and is not open on branch {self.branch}")
         require(
             any((parcel.session, parcel.delivery) == (command.session, command.attempt) for command in commands),
-            f"batch {batch} is held by {parcel.session or 'nobody'}, delivery {parcel.delivery}, and was ended by another",
+            f"batch {batch} is held by {parcel.session or 'nobody'}, delivery {parcel.delivery}, and another ended it",
         )
         return parcel
 

@@ -6,6 +6,7 @@ place. Some tasks have routes (`r3`), so that packs are written too.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from strawq.model import VersionSpan, policy_number
@@ -76,3 +77,12 @@ def mistakes(group: Group, task: str, group_id: str, tokens: tuple[int, ...]) ->
         if any(policy_number(span.version) < -1 for span in sample.versions):
             found.append("a policy version is negative")
     return found
+
+
+def in_memory(group: Group) -> Group:
+    """The group with its tensors read, so that what goes wrong does so here."""
+    samples = [
+        sample if sample.r3 is None else msgspec.structs.replace(sample, r3=np.array(sample.r3[:]))
+        for sample in group.samples
+    ]
+    return Group(group.task_id, group.prompt, tuple(samples))

@@ -151,7 +151,7 @@ class Process:
         def recorded(
             command: Any, payloads: Mapping[str, Any] | None = None, view: Callable[[Any], Any] | None = None
         ) -> Any:
-            book.asked(command)
+            book.asked(command, self.name)
             raw: list[Any] = [None]
 
             def look(answer: Any) -> Any:
@@ -162,7 +162,9 @@ class Process:
                 answer = commit(command, payloads, look)
             except StrawqError as error:
                 self.must_live()
-                self.world.say(self.name, f"{type(command).__name__} {command.request}: {type(error).__name__}: {error}")
+                self.world.say(
+                    self.name, f"{type(command).__name__} {command.request}: {type(error).__name__}: {error}"
+                )
                 self._refused(command, error)
                 raise
             self.must_live()
@@ -186,7 +188,7 @@ class Process:
         book = self.world.book
         if isinstance(error, OutcomeUnknown):
             book.unknown.add(command.request)
-        elif command.request not in book.unknown:
+        elif command.request not in book.unknown and len(book.askers[command.request]) == 1:
             if command.request in book.events:
                 raise Violation(
                     f"{self.name} was told that nothing happened ({type(error).__name__}: {error}), and "

@@ -153,7 +153,9 @@ class TurnLock:
         self._owner, self._depth = me, self._depth + 1
         return True
 
-    def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None) -> None:
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None
+    ) -> None:
         self._depth -= 1
         if not self._depth:
             self._owner = None

@@ -136,7 +136,9 @@ class Truth:
             for row in self.state.objects.values():
                 ref = row.ref
                 require(
-                    not (ref.epoch and path.startswith(f"objects/{ref.epoch:06d}/") and digest in (ref.digest, ref.pack)),
+                    not (
+                        ref.epoch and path.startswith(f"objects/{ref.epoch:06d}/") and digest in (ref.digest, ref.pack)
+                    ),
                     f"{path} was removed and is reached by {row.count} references",
                 )
         elif path.startswith("log/"):
@@ -203,7 +205,9 @@ class Truth:
                 require(have == want, f"task {task.id} is {have} in the state and {want} in the books")
             live = {key for key, note in self.book.line.notes.items() if not note.ended}
             started = {key for key in live if self.book.line.notes[key].attempt or key in queue.tasks}
-            require(started == set(queue.tasks), f"tasks {sorted(started ^ set(queue.tasks))} are in one of the two only")
+            require(
+                started == set(queue.tasks), f"tasks {sorted(started ^ set(queue.tasks))} are in one of the two only"
+            )
             require(queue.unstarted == len(live) - len(started), "fresh prompts are lost or doubled")
 
     # Power cuts.
@@ -289,4 +293,3 @@ class WatchedFiles(MemoryFiles):
                 else:
                     found.append(prefix + name)
         return sorted(found)
-

@@ -18,9 +18,10 @@ from strawq.core.events import Expired
 from strawq.errors import StrawqError
 from strawq.limits import FORMAT_VERSION
 from strawq.model import PoolHeader, QueueConfig
-from strawq.pool import DEFAULT_QUEUE, create_pool
+from strawq.pool import DEFAULT_QUEUE
 from strawq.storage.faulty import Fault, FaultPlan
 from strawq.storage.files import Buffer
+from strawq.storage.header import create_pool
 from strawq.testing.simulation import actors
 from strawq.testing.simulation.book import Book
 from strawq.testing.simulation.host import Process
@@ -196,7 +197,9 @@ class World:
             self.say(process.name, "its mount is sick")
             process.files.plan = FaultPlan(rates=_STORM)
             process.stormy = True
-            self.scheduler.spawn(f"{process.name}/storm", lambda: self.calm(process), None, self.chance.uniform(0.1, 2.0))
+            self.scheduler.spawn(
+                f"{process.name}/storm", lambda: self.calm(process), None, self.chance.uniform(0.1, 2.0)
+            )
 
     def calm(self, process: Process) -> None:
         process.files.plan = FaultPlan(rates=self.settings.rates)
