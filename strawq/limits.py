@@ -60,5 +60,7 @@ PACK_HEADER_BYTES = 100_000_000
 """What every safetensors reader accepts."""
 PACK_HEADER_CACHE_BYTES = 64 << 20
 """Verified pack headers that one reader keeps."""
+READ_SPARE_BYTES = 128 << 20
+"""Memory of arrays that were read and let go which one reader keeps for the next ones."""
 READ_AGAIN_SECONDS = (0.02, 0.1)
 """Pauses after which bytes of a pack that were absent, short or wrong are read again before that is believed."""

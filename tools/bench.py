@@ -156,9 +156,7 @@ def _crowd(size: Size, directory: Path, first: Side) -> dict[str, Any]:
     rates: dict[int, list[float]] = {1: [], PROCESSES: []}
     fewest = []
     with contextlib.ExitStack() as stack:
-        others = [
-            stack.enter_context(Side("strawq_alone", directory, sys.executable)) for _ in range(PROCESSES - 1)
-        ]
+        others = [stack.enter_context(Side("strawq_alone", directory, sys.executable)) for _ in range(PROCESSES - 1)]
         for _ in range(min(3, size.rounds)):
             for crowd in ([first], [first, *others]):
                 for side in crowd:
@@ -217,7 +215,9 @@ def work_directory(root: Path | None) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def run(size: Size, root: Path | None, peer_name: str, peer_python: str | None, alone: bool, say: Any) -> dict[str, Any]:
+def run(
+    size: Size, root: Path | None, peer_name: str, peer_python: str | None, alone: bool, say: Any
+) -> dict[str, Any]:
     start = time.time()
     interpreter = find_peer(peer_name, peer_python)
     with contextlib.ExitStack() as stack:

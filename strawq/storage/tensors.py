@@ -7,10 +7,12 @@ again after a moment before it is believed: shared mounts show new files late. N
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,10 +20,17 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from strawq.errors import Damaged, Gone, StorageFailed
-from strawq.limits import CHUNK_BYTES, PACK_HEADER_BYTES, PACK_HEADER_CACHE_BYTES, READ_AGAIN_SECONDS
+from strawq.limits import (
+    CHUNK_BYTES,
+    PACK_HEADER_BYTES,
+    PACK_HEADER_CACHE_BYTES,
+    READ_AGAIN_SECONDS,
+    READ_SPARE_BYTES,
+)
 from strawq.rows import STORABLE, Rows, span, torch_rows, values
 from strawq.storage.files import Files
 from strawq.storage.packs import PackedTensor, PackHeader
+from strawq.storage.spares import Spares
 
 if TYPE_CHECKING:
     from strawq.storage.records import TensorRef
@@ -30,8 +39,12 @@ Array = npt.NDArray[Any]
 Answer = TypeVar("Answer")
 
 _HEADER_GUESS_BYTES = 64 << 10
-_READ_BYTES = 16 * CHUNK_BYTES
-"""One read: large enough that opening the file is small beside it, also on a network mount."""
+_READ_BYTES = 4 * CHUNK_BYTES
+"""One read: large beside the call that makes it, and small enough to stay in a core's cache between reading, hashing
+and widening."""
+_READERS = min(4, (os.cpu_count() or 1) + 1)
+"""Threads that read one large tensor, the caller's own among them: reading, hashing and widening all let go of the
+interpreter. A network mount answers several requests at once, so one more than there are cores helps."""
 
 
 class PackReader:
@@ -50,6 +63,9 @@ class PackReader:
         self._headers: OrderedDict[tuple[str, str], PackHeader] = OrderedDict()
         self._held = 0
         self._lock = threading.Lock()
+        self.spares = Spares(READ_SPARE_BYTES)
+        self._threads: ThreadPoolExecutor | None = None
+        self._threads_of = 0
 
     def header(self, path: str, digest: str) -> PackHeader:
         """The verified header of the pack at `path` whose name says `digest`. `Gone`, `Damaged`, `StorageFailed`."""
@@ -88,6 +104,28 @@ class PackReader:
         """Read rows `[start, stop)` of the tensor, whole chunks, into the flat uint8 array `out` and verify them."""
         if out.size:
             self._patiently(lambda: self._read_chunks(rows, start, stop, out))
+
+    def in_parallel(self, work: Callable[[Iterator[tuple[int, int]]], None], blocks: list[tuple[int, int]]) -> None:
+        """Run `work` on shares of `blocks` in several threads, this one among them; returns when all are done. Each
+        share is an iterator; the first error of any of them is raised."""
+        shared = iter(blocks)  # `next` on a list's iterator is one step of the interpreter: safe to share
+        helpers = min(_READERS, len(blocks)) - 1
+        if helpers < 1:
+            work(shared)
+            return
+        with self._lock:
+            if self._threads is None or self._threads_of != os.getpid():  # a fork leaves its parent's threads behind
+                self._threads, self._threads_of = ThreadPoolExecutor(_READERS, "strawq-read"), os.getpid()
+            waiting = [self._threads.submit(work, shared) for _ in range(helpers)]
+        try:
+            work(shared)
+        finally:
+            for _ in shared:  # after an error here, leave the others nothing to do
+                pass
+            failures = [future.exception() for future in waiting if not future.cancel()]
+        for failure in failures:
+            if failure is not None:
+                raise failure
 
     def _read_chunks(self, rows: StoredRows, start: int, stop: int, out: Array) -> None:
         tensor, view = rows.tensor, out.data
@@ -221,7 +259,7 @@ class StoredRows:
                 raw = np.empty((high - low) * tensor.row_bytes, np.uint8)
                 self._reader.read_chunks(self, low, high, raw)
                 return self._typed(raw, high - low)[first - low : last - low].reshape(self._shape_for(last - first))
-        out = np.empty(self._shape_for(last - first), STORABLE[tensor.given])
+        out = self._reader.spares.empty(self._shape_for(last - first), STORABLE[tensor.given])
         self.read_into(start, stop, out)
         return out
 
@@ -233,17 +271,22 @@ class StoredRows:
         given."""
         tensor, first, last = self.tensor, self._first + start, self._first + stop
         out = out.reshape(max(last - first, 0), *tensor.shape[1:])
-        scratch = np.empty(0, np.uint8)
-        for low, high in self.blocks(first, last):
-            size = (high - low) * tensor.row_bytes
-            if tensor.stored == tensor.given and first <= low and high <= last:
-                self._reader.read_chunks(self, low, high, out[low - first : high - first].reshape(-1).view(np.uint8))
-                continue
-            if scratch.size < size:
-                scratch = np.empty(size, np.uint8)
-            self._reader.read_chunks(self, low, high, scratch[:size])
-            begin, end = max(low, first), min(high, last)
-            out[begin - first : end - first] = self._typed(scratch[:size], high - low)[begin - low : end - low]
+
+        def read(blocks: Iterator[tuple[int, int]]) -> None:
+            scratch = np.empty(0, np.uint8)
+            for low, high in blocks:
+                size = (high - low) * tensor.row_bytes
+                if tensor.stored == tensor.given and first <= low and high <= last:
+                    whole = out[low - first : high - first].reshape(-1).view(np.uint8)
+                    self._reader.read_chunks(self, low, high, whole)
+                    continue
+                if scratch.size < size:
+                    scratch = np.empty(size, np.uint8)
+                self._reader.read_chunks(self, low, high, scratch[:size])
+                begin, end = max(low, first), min(high, last)
+                out[begin - first : end - first] = self._typed(scratch[:size], high - low)[begin - low : end - low]
+
+        self._reader.in_parallel(read, self.blocks(first, last))
 
     def _aligned(self, start: int, stop: int) -> tuple[int, int]:
         rows = self.tensor.chunk_rows
