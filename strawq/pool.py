@@ -204,7 +204,7 @@ class Pool:
         command = c.TakeCheckpoint(
             request=self.new_request(),
             name=name,
-            metadata=msgspec.json.encode(metadata).decode() if metadata else "",
+            metadata=encode_metadata(metadata),
             bindings=tuple((bindings or {}).items()),
             time_ms=self.clock.wall_ms(),
         )
@@ -318,6 +318,14 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def encode_metadata(metadata: Mapping[str, Any] | None) -> str:
+    """The user's own words as JSON. `BadInput` if they are not JSON values."""
+    try:
+        return msgspec.json.encode(metadata).decode() if metadata else ""
+    except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        raise BadInput(f"metadata are JSON values with string keys: {error}") from error
 
 
 _MOUNT_NAMES = frozenset({".accesslog", ".config", ".stats", ".trash", "lost+found"})

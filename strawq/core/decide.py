@@ -37,7 +37,11 @@ STAGES_IN_ORDER: tuple[Stage, ...] = ("ready", "partial", "fresh")
 def decide(state: State, command: c.AnyCommand) -> Answer:
     """The event that `command` causes in `state`, the first answer if it has been answered before, or a refusal."""
     require_request(command.request)
-    content = content_digest(command) if command.request else ""
+    try:
+        content = content_digest(command)
+    except UnicodeEncodeError as error:
+        # Refused here, command by command: other threads' commands wait in the same group commit.
+        raise BadInput(f"{kind_of(command)}: some text in it is not Unicode (a lone surrogate): {error}") from error
     known = state.branch.answer_of.get(command.request) if command.request else None
     if known is not None:
         if known.event.content != content:
@@ -49,6 +53,10 @@ def decide(state: State, command: c.AnyCommand) -> Answer:
     if isinstance(answer, e.Refusal) or not command.request:
         return answer
     return e.identified(answer, command.request, content)
+
+
+def kind_of(command: c.AnyCommand) -> str:
+    return str(command.__struct_config__.tag)
 
 
 def answered(state: State, command: c.AnyCommand) -> e.AnyEvent | None:
@@ -105,8 +113,8 @@ def _submit(state: State, command: c.Submit) -> Answer:
     cursor = known.cursor if known else ""
     if command.expect is not None and command.expect != cursor:
         raise Fenced(
-            f"producer {command.producer} of queue {command.queue} stands at cursor {cursor!r}, not "
-            f"{command.expect!r}: "
+            f"producer {command.producer} of queue {command.queue} stands at cursor {cursor[:80]!r}, not "
+            f"{command.expect[:80]!r}: "
             "somebody else has submitted; go on from its cursor"
         )
     for ref in command.objects:

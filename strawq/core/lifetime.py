@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from strawq.core import commands as c
@@ -10,7 +10,7 @@ from strawq.core import events as e
 from strawq.core.names import require_branch, require_name, require_queue, require_session
 from strawq.core.state import State, pin_key
 from strawq.errors import BadInput, Gone
-from strawq.limits import METADATA_BYTES
+from strawq.limits import METADATA_BYTES, NAME_BYTES
 
 Answer = e.AnyEvent | e.Refusal
 
@@ -23,14 +23,20 @@ def _checkpoint(state: State, command: c.TakeCheckpoint) -> Answer:
         raise BadInput(f"the name {command.name!r} is taken by a checkpoint or branch; choose another or drop it first")
     if len(command.metadata.encode()) > METADATA_BYTES:
         raise BadInput(f"the metadata of checkpoint {command.name} is larger than {METADATA_BYTES} bytes")
+    if sum(len(text.encode()) for pair in command.bindings for text in pair) > METADATA_BYTES:
+        raise BadInput(f"the bindings of checkpoint {command.name} are larger than {METADATA_BYTES} bytes")
     return e.Checkpointed(
         name=command.name, metadata=command.metadata, bindings=tuple(sorted(command.bindings)), time_ms=command.time_ms
     )
 
 
+def _absent(what: str, name: str, there: Iterable[str]) -> str:
+    return f"there is no {what} {name[:NAME_BYTES]!r} (there are: {', '.join(there) or 'none'})"
+
+
 def _drop_checkpoint(state: State, command: c.DropCheckpoint) -> Answer:
     if command.name not in state.checkpoints:
-        raise BadInput(f"there is no checkpoint {command.name!r} (there are: {', '.join(state.checkpoints) or 'none'})")
+        raise BadInput(_absent("checkpoint", command.name, state.checkpoints))
     return e.CheckpointDropped(name=command.name)
 
 
@@ -40,7 +46,8 @@ def _rollback(state: State, command: c.Rollback) -> Answer:
     if checkpoint is None and branch is None:
         names = ", ".join([*state.checkpoints, *(name for name in state.branches if name != state.active.row)])
         raise BadInput(
-            f"there is no checkpoint or branch {command.target!r} to roll back to (there are: {names or 'none'})"
+            f"there is no checkpoint or branch {command.target[:NAME_BYTES]!r} to roll back to "
+            f"(there are: {names or 'none'})"
         )
     if command.target == state.active.row:
         raise BadInput(f"branch {command.target} is the active one already")
@@ -48,7 +55,8 @@ def _rollback(state: State, command: c.Rollback) -> Answer:
     for name, digest in command.bindings:
         if bound.get(name) != digest:
             raise BadInput(
-                f"checkpoint {command.target} was bound to {name} = {bound.get(name, '(nothing)')}, not {digest}: "
+                f"checkpoint {command.target} was bound to {name[:80]} = {bound.get(name, '(nothing)')[:80]}, not "
+                f"{digest[:80]}: "
                 "the files are not of one step"
             )
     name = command.branch or _free_branch(state)
@@ -67,7 +75,7 @@ def _free_branch(state: State) -> str:
 
 def _drop_branch(state: State, command: c.DropBranch) -> Answer:
     if command.name not in state.branches:
-        raise BadInput(f"there is no branch {command.name!r} (there are: {', '.join(state.branches)})")
+        raise BadInput(_absent("branch", command.name, state.branches))
     if command.name == state.active.row:
         raise BadInput(f"branch {command.name} is active; roll back to another one before dropping it")
     return e.BranchDropped(name=command.name)
@@ -109,7 +117,7 @@ def _keep_archive(state: State, command: c.KeepArchive) -> Answer:
 
 def _drop_archive(state: State, command: c.DropArchive) -> Answer:
     if command.name not in state.archives:
-        raise BadInput(f"there is no archive {command.name!r} (there are: {', '.join(state.archives) or 'none'})")
+        raise BadInput(_absent("archive", command.name, state.archives))
     return e.ArchiveDropped(name=command.name)
 
 
