@@ -34,11 +34,13 @@ LEASES_PER_COMMAND = 1024
 class Work:
     """A leased group in this process's hands: the lease, and the group as it is saved. One owner at a time."""
 
-    __slots__ = ("group", "lease")
+    __slots__ = ("group", "lease", "parts")
 
     def __init__(self, lease: Lease, group: Group) -> None:
         self.lease = lease
         self.group = group
+        self.parts = len(lease.held.task.parts)
+        """How many parts the saved group has, as far as this process knows."""
 
     @property
     def task(self) -> str:
@@ -161,9 +163,10 @@ class Queue:
 
         event: e.Reported = self.pool.payloads.publish(publications, commit)
         receipt = _receipt(event)
-        for change in changes:
+        for change, item in zip(changes, items, strict=True):
             if change.group is not None and receipt.counts(change.work.task):
                 change.work.group = change.group
+                change.work.parts += len(item.parts)
         return receipt
 
     def _grown(self, changes: Sequence[Change]) -> tuple[list[Any], list[ReportItem]]:
@@ -191,7 +194,15 @@ class Queue:
             version = oldest_version(change.group)
             items.append(
                 ReportItem(
-                    lease.task, lease.attempt, change.outcome, (part,), tokens, version, change.reason, change.retryable
+                    lease.task,
+                    lease.attempt,
+                    change.outcome,
+                    (part,),
+                    tokens,
+                    version,
+                    change.reason,
+                    change.retryable,
+                    change.work.parts,
                 )
             )
         return ([publication] if publication else []), items
@@ -348,4 +359,5 @@ def _receipt(event: e.Reported) -> Reported:
         why: tuple(task for task, _, known in event.refused if known == why)
         for why in ("repeated", "stale", "conflict")
     }
-    return Reported(tuple(item.task for item in event.items), by["repeated"], by["stale"], by["conflict"], event.dead)
+    accepted = tuple(item.task for item in event.items if item.task not in by["conflict"])
+    return Reported(accepted, by["repeated"], by["stale"], by["conflict"], event.dead)

@@ -83,6 +83,8 @@ class ReportItem(msgspec.Struct, frozen=True, omit_defaults=True):
     version: int = UNVERSIONED
     reason: str = ""
     retryable: bool = True
+    after: int = 0
+    """How many parts the task had when the caller last knew: new ones follow those and no others. 0: not said."""
 
 
 class Report(QueueCommand, frozen=True, kw_only=True, tag="report"):

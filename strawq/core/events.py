@@ -70,7 +70,8 @@ class Acquired(Event, frozen=True, kw_only=True, tag="acquired"):
 
 class Reported(Event, frozen=True, kw_only=True, tag="reported"):
     """`items` happened; `refused` did not: `repeated` (it had happened before), `stale` (the lease is not current) or
-    `conflict` (it had happened before with other content)."""
+    `conflict` (it had happened before with other content). A conflict under a current lease gives the lease back: it
+    is among `items` as a `yield` too."""
 
     queue: str
     session: str

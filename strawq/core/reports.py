@@ -6,6 +6,8 @@ is accepted, ever; a repeat of an accepted report is recognised, and anything el
 
 from __future__ import annotations
 
+import msgspec
+
 from strawq.core import events as e
 from strawq.core.commands import Report, ReportItem
 from strawq.core.names import cut_text, require_branch, require_objects, require_queue, require_session
@@ -37,6 +39,17 @@ def decide_report(state: State, command: Report) -> e.Reported | e.Refusal:
         if task is None or task.session != command.session or task.attempt != item.attempt:
             refused.append((item.task, item.attempt, _standing(queue, task, item)))
             continue
+        if item.parts and item.after not in (0, len(task.parts)):
+            # An earlier report counted whose answer never arrived. The same rows are not added twice; other rows would
+            # not follow, so the caller is told to drop the work, and what is saved goes back to whoever leases it.
+            if task.parts[item.after :] != item.parts:
+                refused.append((item.task, item.attempt, "conflict"))
+                accepted.append(ReportItem(item.task, item.attempt, "yield"))
+                continue
+            item = msgspec.structs.replace(item, parts=(), tokens=0)
+            if item.outcome == "save":
+                refused.append((item.task, item.attempt, "repeated"))
+                continue
         _require_parts(state, task, item, rows)
         if item.outcome == "fail" and (not item.retryable or task.failures + 1 >= queue.row.config.max_attempts):
             dead.append(item.task)
@@ -99,16 +112,7 @@ def _require_parts(state: State, task: Task, item: ReportItem, rows: dict[str, i
 
 
 def _with_short_reason(item: ReportItem) -> ReportItem:
-    return ReportItem(
-        item.task,
-        item.attempt,
-        item.outcome,
-        item.parts,
-        item.tokens,
-        item.version,
-        cut_text(item.reason),
-        item.retryable,
-    )
+    return msgspec.structs.replace(item, reason=cut_text(item.reason))
 
 
 def _used(digest: str, items: list[ReportItem]) -> bool:
