@@ -1,4 +1,5 @@
-"""Fixtures that every area may use: a real JuiceFS volume with two clients, mounted once per test run."""
+"""Fixtures that every area may use: a real JuiceFS volume with two clients, mounted once per test run. And how long
+the randomised tests look."""
 
 from __future__ import annotations
 
@@ -7,8 +8,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tools.juicefs.volume import Volume, why_not
+
+# How much the randomised tests do. `default` is quick and always the same; `ci` draws new examples every time; a
+# `campaign` goes on for hours (`make campaign`, with -m campaign). STRAWQ_PROFILE names another one.
+_QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+settings.register_profile(
+    "default", max_examples=120, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=_QUIET
+)
+settings.register_profile(
+    "ci", max_examples=500, stateful_step_count=50, deadline=None, print_blob=True, suppress_health_check=_QUIET
+)
+settings.register_profile(
+    "campaign",
+    max_examples=20_000,
+    stateful_step_count=100,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=_QUIET,
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    asked = "campaign" if config.getoption("markexpr") == "campaign" else "default"
+    settings.load_profile(os.environ.get("STRAWQ_PROFILE", asked))
 
 
 @pytest.fixture(scope="session")

@@ -27,3 +27,28 @@ class SimulatedClock:
 
     def jitter(self) -> float:
         return self.chance.random()
+
+
+class HostClock:
+    """One host's clocks in a world: time passes for all at once, but each monotonic clock has its own origin, and each
+    wall clock says what it likes (`wall_jump_ms` is free to change, also backwards)."""
+
+    def __init__(self, base: SimulatedClock, origin_seconds: float = 0.0, wall_jump_ms: int = 0) -> None:
+        self.base = base
+        self.origin_seconds = origin_seconds
+        self.wall_jump_ms = wall_jump_ms
+
+    def monotonic(self) -> float:
+        return self.base.now + self.origin_seconds
+
+    def wall_ms(self) -> int:
+        return self.base.wall_ms() + self.wall_jump_ms
+
+    def sleep(self, seconds: float) -> None:
+        self.base.sleep(seconds)
+
+    def new_id(self) -> str:
+        return self.base.new_id()
+
+    def jitter(self) -> float:
+        return self.base.jitter()
