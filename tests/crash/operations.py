@@ -271,9 +271,10 @@ SCENE = build()
 OPERATIONS = operations(SCENE)
 
 
-def settle(pool: Pool, operation: Operation) -> dict[str, object]:
+def settle(pool: Pool, operation: Operation, *, again: bool = True) -> dict[str, object]:
     """What survivors do: have the operation happened, take over, finish the work, collect the garbage."""
-    operation.again(pool)
+    if again:
+        operation.again(pool)
     take_over(pool)
     assert findings(pool.log.refresh(lambda machine: machine.state)) == []
     finish_work(pool, SCENE.saved, operation.fates)
