@@ -142,8 +142,7 @@ def plan_collection(pool: Pool) -> Plan:
         elif int(name) <= seen.closed_epoch:
             reachable = seen.files.get(int(name), {})
             _plan_epoch(pool, int(name), seen.closed_epoch, reachable, removals, unknown, swept, empty)
-    _plan_staging(pool, seen, removals)
-    _plan_sessions(pool, seen, removals, unknown)
+    _plan_leftovers(pool, seen, removals, unknown)
     unknown += [name for name in pool.files.names("") if name not in _KNOWN_TOP]
     kept = [size for files in seen.files.values() for size in files.values()]
     return Plan(
@@ -213,17 +212,25 @@ def _swept_content(epoch: int, files: int, closed: int) -> bytes:
     return seal(b"%d %d %d" % (epoch, files, closed))[0]
 
 
-def _plan_staging(pool: Pool, seen: _Reachable, removals: list[Removal]) -> None:
-    """Staging files of processes without a live session that do not grow. Taking one that is wanted after all costs a
-    rewrite."""
+def _plan_leftovers(pool: Pool, seen: _Reachable, removals: list[Removal], unknown: list[str]) -> None:
+    """Staging files of processes without a live session that do not grow, and heartbeats of sessions that have ended.
+    Both are looked at twice: a process writes its first heartbeat just before it joins, and taking a staging file that
+    is wanted after all costs a rewrite."""
     beats = [read_beat(pool.files, session) for session in seen.sessions]
     live = {beat.instance for beat in beats if beat is not None} | {pool.instance}
-    first = _staging_sizes(pool, live)
-    if first:
-        pool.clock.sleep(STAGING_LOOK_SECONDS)
-        second = _staging_sizes(pool, live)
-        same = sorted(path for path, size in first.items() if second.get(path) == size)
-        removals += [Removal(path, first[path], "staging of a process that is gone") for path in same]
+    staged = _staging_sizes(pool, live)
+    ended = _ended_sessions(pool, seen, unknown)
+    if not staged and not ended:
+        return
+    pool.clock.sleep(STAGING_LOOK_SECONDS)
+    again = _staging_sizes(pool, live)
+    same = sorted(path for path, size in staged.items() if again.get(path) == size)
+    removals += [Removal(path, staged[path], "staging of a process that is gone") for path in same]
+    joined: _Reachable = pool.log.refresh(_reachable)
+    for session in ended:
+        if session not in joined.sessions:
+            path = layout.session_file(session)
+            removals.append(Removal(path, _size(pool, path), "heartbeat of a session that has ended"))
 
 
 def _staging_sizes(pool: Pool, live: set[str]) -> dict[str, int]:
@@ -231,14 +238,15 @@ def _staging_sizes(pool: Pool, live: set[str]) -> dict[str, int]:
     return {f"{layout.STAGING}/{name}": _size(pool, f"{layout.STAGING}/{name}") for name in names}
 
 
-def _plan_sessions(pool: Pool, seen: _Reachable, removals: list[Removal], unknown: list[str]) -> None:
+def _ended_sessions(pool: Pool, seen: _Reachable, unknown: list[str]) -> list[str]:
+    ended = []
     for name in pool.files.names(layout.SESSIONS):
-        path = f"{layout.SESSIONS}/{name}"
         session, _, suffix = name.rpartition(".")
         if suffix != "json":
-            unknown.append(path)
+            unknown.append(f"{layout.SESSIONS}/{name}")
         elif session not in seen.sessions and session != pool.keeper.current:
-            removals.append(Removal(path, _size(pool, path), "heartbeat of a session that has ended"))
+            ended.append(session)
+    return ended
 
 
 def _size(pool: Pool, path: str) -> int:

@@ -15,6 +15,7 @@ import msgspec
 from strawq.core import commands as c
 from strawq.core import events as e
 from strawq.core.machine import Machine
+from strawq.errors import Gone
 from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT, TRIM_ENTRIES
 from strawq.model import ObjectRef, StoredObject
 from strawq.storage import layout
@@ -81,7 +82,10 @@ def _move_inline(pool: Pool, floor: int) -> int:
             return moved
         epoch: int = pool.log.peek(lambda machine: machine.state.meta.epoch)
         for start in range(0, len(rows), _MOVED_PER_COMMIT):
-            refs = [_stored_again(pool, row, epoch) for row in rows[start : start + _MOVED_PER_COMMIT]]
+            try:
+                refs = [_stored_again(pool, row, epoch) for row in rows[start : start + _MOVED_PER_COMMIT]]
+            except Gone:
+                break  # Another trimmer was here first, or nothing reaches it any more: look again.
             answer = pool.commit(c.MoveObjects(request=pool.new_request(), objects=tuple(refs)))
             if isinstance(answer, e.Refusal) and answer.status == "epoch_closed":
                 break

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from strawq.garbage import collect_garbage
+from strawq.storage import layout
+from strawq.storage.sessions import Beat, write_beat
 from strawq.testing.worlds import World
 
 
@@ -31,3 +34,23 @@ def test_two_observers_that_expire_one_session_do_not_trip_over_each_other() -> 
 
 def _sessions(pool):  # type: ignore[no-untyped-def]
     return pool.log.refresh(lambda machine: list(machine.state.sessions.values()))
+
+
+def test_collection_spares_the_heartbeat_of_a_process_that_is_just_joining() -> None:
+    world = World()
+    joining, collector = world.process(), world.process()
+    joining.queue()
+    real = world.clock.sleep
+    started, sessions = [False], []
+
+    def sleep(seconds: float) -> None:
+        """The collector looks twice; between its looks the other joins."""
+        real(seconds)
+        if not started[0]:
+            started[0] = True
+            sessions.append(joining.keeper.require())
+
+    write_beat(joining.files, Beat(f"{joining.instance[:16]}-1", 1, 0, joining.instance))
+    world.clock.sleep = sleep  # type: ignore[method-assign]
+    collect_garbage(collector, wait_seconds=0)
+    assert world.memory.names(layout.SESSIONS) == [f"{sessions[0]}.json"]
