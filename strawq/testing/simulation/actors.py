@@ -113,7 +113,7 @@ class Worker(Actor):
             if old and self.chance.random() < 0.05:
                 self.haunt(self.chance.choice(old))
             if self.chance.random() < 0.01:
-                self.ask(self.process.pool.close)
+                self.ask(lambda: self.process.pool.close())
                 held.clear()
 
     def lease(self, count: int) -> list[Work]:
@@ -255,7 +255,9 @@ class Operator(Actor):
         version = 0
         while True:
             self.wait(0.5)
-            pool = self.process.pool
+            pool = self.ask(lambda: self.process.pool)
+            if pool is None:
+                continue
             kind = self.chance.choice(
                 ["checkpoint", "checkpoint", "rollback", "drop checkpoint", "drop branch", "pause", "version",
                  "version", "retry", "drop", "snapshot", "acknowledge"]
@@ -293,7 +295,7 @@ class Operator(Actor):
             self.pick([*self.book.kept, *self.book.branches], self.process.pool.rollback)
 
     def dead_letters(self, kind: str) -> None:
-        letters = self.ask(self.queue.dead_letters) or []
+        letters = self.ask(lambda: self.queue.dead_letters()) or []
         tasks = [task.id for task in letters if self.chance.random() < 0.7]
         if tasks and kind == "retry":
             self.ask(lambda: self.queue.retry_failed(tasks))

@@ -104,7 +104,8 @@ def leave_nothing(world: World) -> None:
     reached = {layout.record_file(row.ref.epoch, row.ref.digest) for row in state.objects.values() if row.ref.epoch}
     reached |= {layout.pack_file(row.ref.epoch, row.ref.pack) for row in state.objects.values() if row.ref.pack}
     files = {path for path in memory.everything() if path.startswith("objects/") and not path.endswith("/swept")}
-    require(files == reached, f"after collection {sorted(files ^ reached)[:4]} are left over or missing")
+    require(not reached - files, f"after collection {sorted(reached - files)[:4]} are missing")
+    require(not files - reached, f"after collection {sorted(files - reached)[:4]} are left over")
     require(not memory.names(layout.STAGING), f"staging files are left: {memory.names(layout.STAGING)[:4]}")
     require(not memory.names(layout.SESSIONS), f"heartbeats are left: {memory.names(layout.SESSIONS)[:4]}")
     require(len(memory.names(layout.SNAPSHOTS)) <= 3, f"snapshots are left: {memory.names(layout.SNAPSHOTS)}")

@@ -98,7 +98,9 @@ class Process:
         self.dead = False
         self.frozen_until = 0.0
         self.stormy = False
+        self.round_at = 0.0
         self._pool: Pool | None = None
+        self._opening = TurnLock(world.scheduler)
 
     def must_live(self) -> None:
         if self.dead:
@@ -111,26 +113,35 @@ class Process:
             self.must_live()
 
     @property
+    def instance(self) -> str:
+        return self._pool.instance if self._pool is not None else ""
+
+    @property
     def pool(self) -> Pool:
         """The pool, opened by the first strand that wants it."""
         if self._pool is None:
-            pool = Pool(
-                self.files,
-                role=self.name,
-                lease_seconds=self.world.settings.lease_s,
-                clock=self.clock,
-                lock=FreeLock(self.clock),
-                background=False,
-                keeper=self._keeper,
-            )
-            scheduler: Any = self.world.scheduler
-            log: Any = pool.log
-            log._lead = TurnLock(scheduler)
-            log.commit = self._recorded(log.commit, log)
-            keeper: Any = pool.keeper
-            keeper._lock = TurnLock(scheduler, reentrant=True)
-            self._pool = pool
+            with self._opening:
+                if self._pool is None:
+                    self._pool = self._open()
         return self._pool
+
+    def _open(self) -> Pool:
+        pool = Pool(
+            self.files,
+            role=self.name,
+            lease_seconds=self.world.settings.lease_s,
+            clock=self.clock,
+            lock=FreeLock(self.clock),
+            background=False,
+            keeper=self._keeper,
+        )
+        scheduler = self.world.scheduler
+        log: Any = pool.log
+        log._lead = TurnLock(scheduler)
+        log.commit = self._recorded(log.commit, log)
+        keeper: Any = pool.keeper
+        keeper._lock = TurnLock(scheduler, reentrant=True)
+        return pool
 
     def _keeper(
         self, log: Any, clock: Any, instance: str, role: str, lease_seconds: float, background: bool

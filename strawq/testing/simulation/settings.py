@@ -18,6 +18,7 @@ _WHERE: dict[str, tuple[str, ...]] = {
     "REQUESTS_KEPT": ("strawq.core.apply",),
     "RECEIPTS_KEPT": ("strawq.core.state",),
     "STAGING_LOOK_SECONDS": ("strawq.garbage",),
+    "SWEEP_AGAIN_EPOCHS": ("strawq.garbage",),
 }
 """Limits that a simulation shrinks, and the modules that hold them."""
 
@@ -58,6 +59,7 @@ def draw(seed: int) -> Settings:
             "REQUESTS_KEPT": chance.choice([12, 40, 8192]),
             "RECEIPTS_KEPT": chance.choice([4, 4096]),
             "STAGING_LOOK_SECONDS": 0.2,
+            "SWEEP_AGAIN_EPOCHS": chance.choice([1, 2]),
         },
         rates={
             "lost_eexist": 0.01 * level,

@@ -46,7 +46,7 @@ class Truth:
         self.acknowledged_seq = 0
         self.ghosts = 0
         self.dumps: dict[int, bytes] = {}
-        self.watch_expiry: Callable[[e.Expired], object] = lambda _: None
+        self.watch_expiry: Callable[[e.Expired, str], object] = lambda _event, _instance: None
 
     @property
     def state(self) -> State:
@@ -98,7 +98,7 @@ class Truth:
         for event in self.machine.decode(seq, entry.line.events):
             self._objects(seq, event)
             if isinstance(event, e.Expired):
-                self.watch_expiry(event)
+                self.watch_expiry(event, entry.line.session)
             self.book.happened(event, seq)
             self.machine.apply(event, seq, where)
         self.machine.keep(seq)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -57,13 +57,13 @@ class World:
         self.book = Book(settings.max_expirations)
         self.truth = Truth(self.memory, self.book)
         self.processes_of_sessions: dict[str, Process] = {}
-        self.beats: dict[str, float] = {}
+        self.beats: defaultdict[str, list[float]] = defaultdict(list)
         self.trace: deque[str] = deque(maxlen=120)
         self.calls = 0
         self.power_cuts = 0
         self._listen = listen
         self._history = blake3.blake3()
-        self._processes = 0
+        self.processes: list[Process] = []
         self._cuts_at = sorted(self.chance.uniform(1, settings.duration_s) for _ in range(settings.power_cuts))
         self.slots = [
             *(Slot("worker", actors.Worker, 1 + (i == 0)) for i in range(settings.workers)),
@@ -126,12 +126,14 @@ class World:
 
     def _beat(self, path: str, _data: Buffer) -> None:
         if path.startswith("sessions/"):
-            self.beats[path.partition("/")[2].removesuffix(".json")] = self.scheduler.now
+            self.beats[path.partition("/")[2].removesuffix(".json")].append(self.scheduler.now)
 
-    def _expired(self, event: Expired) -> None:
-        """Clocks decide only when, but not at random: who beats is not taken for dead."""
+    def _expired(self, event: Expired, instance: str) -> None:
+        """Clocks decide only when, but not at random: who beats is not taken for dead. What counts is what the
+        observer could have seen when it began to look."""
         process = self.processes_of_sessions[event.session]
-        silent = self.scheduler.now - self.beats.get(event.session, -1e9)
+        looked = next(one.round_at for one in self.processes if one.instance == instance)
+        silent = looked - max((at for at in self.beats[event.session] if at <= looked), default=-1e9)
         require(
             process.dead or silent > 0.6 * self.settings.lease_s,
             f"session {event.session} of {process.name} was expired ({event.reason}); it beat {silent:.2f} s before",
@@ -140,10 +142,11 @@ class World:
     # Processes.
 
     def process(self, name: str, rates: dict[Fault, float], crash: bool = False) -> Process:
-        self._processes += 1
+        number = len(self.processes)
         crash_at = (self.chance.randint(5, 600), self.chance.choice(["before", "within", "after"])) if crash else None
         plan = FaultPlan(seed=self.chance.getrandbits(32), rates=rates, crash_at=crash_at)  # type: ignore[arg-type]
-        return Process(self, name, f"host-{self._processes % _HOSTS}", plan)
+        self.processes.append(Process(self, name, f"host-{number % _HOSTS}", plan))
+        return self.processes[-1]
 
     def start(self, slot: Slot) -> None:
         slot.generation += 1
@@ -157,7 +160,8 @@ class World:
     def keep(self, process: Process) -> None:
         """The heartbeat thread of a process, with the patience that the real one has."""
         while True:
-            process.clock.sleep(process.pool.keeper.round_seconds)
+            process.clock.sleep(min(self.settings.lease_s / 4, 1.0))
+            process.round_at = self.scheduler.now
             try:
                 process.pool.keeper.round()
             except (OSError, StrawqError) as error:
