@@ -48,6 +48,13 @@ def read_beat(files: Files, session: str) -> Beat | None:
         return None
 
 
+def _decode(data: bytes) -> Beat | None:
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
 @dataclass
 class _Watched:
     beat: int
@@ -81,8 +88,14 @@ class Observer:
 
     def _watch(self, session: Session) -> _Watched:
         now = self._clock.monotonic()
-        beat = read_beat(self._files, session.id)
         watched = self._watched.get(session.id)
+        try:
+            beat = _decode(self._files.read(layout.session_file(session.id)))
+        except FileNotFoundError:
+            beat = None
+        except OSError:
+            # The trouble is ours: what cannot be looked at has not been seen to stand still.
+            return _Watched(watched.beat if watched else -1, watched.still_seconds if watched else 0.0, now)
         if watched is None:
             return _Watched(beat.beat if beat else -1, 0.0, now)
         if beat is not None and beat.beat != watched.beat:

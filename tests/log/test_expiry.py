@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from strawq.garbage import collect_garbage
 from strawq.storage import layout
 from strawq.storage.sessions import Beat, write_beat
@@ -54,3 +56,29 @@ def test_collection_spares_the_heartbeat_of_a_process_that_is_just_joining() -> 
     world.clock.sleep = sleep  # type: ignore[method-assign]
     collect_garbage(collector, wait_seconds=0)
     assert world.memory.names(layout.SESSIONS) == [f"{sessions[0]}.json"]
+
+
+def test_an_observer_whose_mount_is_sick_takes_nobody_for_dead() -> None:
+    world = World(lease_seconds=2.0)
+    living, observer = world.process(), world.process()
+    living.queue()
+    session = living.keeper.require()
+    observer.keeper.round()
+
+    def sick(moment: str, kind: str, path: str) -> None:
+        if kind == "read" and path.startswith("sessions/"):
+            raise OSError(errno.EIO, "sick")
+
+    observer.files.hook = sick  # type: ignore[attr-defined]
+    for _ in range(20):
+        world.clock.sleep(0.5)
+        living.keeper.beat()
+        assert observer.keeper.round() == []
+    observer.files.hook = None  # type: ignore[attr-defined]
+    assert session in {row.id for row in _sessions(observer)}
+    for _ in range(8):
+        world.clock.sleep(0.5)
+        if observer.keeper.round() == [session]:
+            break
+    else:
+        raise AssertionError("a process that stands still is found out all the same")
