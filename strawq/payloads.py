@@ -95,6 +95,8 @@ class Payloads:
                     )
             answer = commit(tuple(refs), payloads)
             if not (isinstance(answer, e.Refusal) and answer.status == "epoch_closed"):
+                for digest, data in payloads.items():
+                    self._objects.remember(digest, bytes(data))
                 return answer
         raise StorageFailed(
             f"garbage collection closed the epoch {_REPUBLISH_TRIES} times before this publication was committed"

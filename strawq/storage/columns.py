@@ -28,18 +28,52 @@ or None."""
 # Arrow's names; pyarrow before 26 imports pandas to answer this.
 _DTYPES = {"uint8": np.uint8, "int32": np.int32, "int64": np.int64, "float": np.float32, "double": np.float64}
 _OFFSET_MAX = (1 << 31) - 1
+_SAME_ROWS_MAX = 256
+_SAME_CHARACTERS_MAX = 64
+"""Most columns of a publication hold one value in every row, the same as in the publication before. Short ones of
+those are kept."""
 
 
 def plain(values: Sequence[Any], kind: Any) -> Any:
     """A column of Python scalars, str or bytes; None is null."""
     try:
+        if 0 < len(values) <= _SAME_ROWS_MAX and _is_same(values):
+            return _same(kind, len(values), values[0])
         return pa.array(values, kind)
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         raise BadInput(f"a value does not fit an Arrow column of {kind}: {error}") from error
 
 
+def _is_same(values: Sequence[Any]) -> bool:
+    """Whether every row holds the same None, int or short str (a float would not do: 0.0 equals -0.0)."""
+    first = values[0]
+    if first is None:
+        return all(value is None for value in values)
+    if type(first) is str:
+        return len(first) <= _SAME_CHARACTERS_MAX and all(value == first for value in values)
+    return type(first) is int and all(type(value) is int and value == first for value in values)
+
+
+@lru_cache(maxsize=512, typed=True)
+def _same(kind: Any, count: int, value: Any) -> Any:
+    return pa.array([value] * count, kind)
+
+
 def lists(arrays: Sequence[Array | None], kind: Any) -> Any:
     """A column of lists of numbers from one-dimensional arrays of that type; None is null."""
+    if 0 < len(arrays) <= _SAME_ROWS_MAX and not any(array is not None and len(array) for array in arrays):
+        missing = sum(array is None for array in arrays)
+        if missing in (0, len(arrays)):
+            return _no_lists(kind, len(arrays), missing > 0)
+    return _lists_of(arrays, kind)
+
+
+@lru_cache(maxsize=256)
+def _no_lists(kind: Any, count: int, null: bool) -> Any:
+    return _lists_of([None if null else np.empty(0, np.uint8)] * count, kind)
+
+
+def _lists_of(arrays: Sequence[Array | None], kind: Any) -> Any:
     present = [array for array in arrays if array is not None]
     offsets = [0, *accumulate(0 if array is None else len(array) for array in arrays)]
     if offsets[-1] > _OFFSET_MAX:
@@ -62,20 +96,23 @@ def structs(rows: Sequence[Sequence[tuple[Any, ...]]], kind: Any) -> Any:
     """A column of lists of structs; each struct a tuple in the order of its fields."""
     if any(rows):
         return plain(rows, kind)
-    offsets = pa.py_buffer(np.zeros(len(rows) + 1, np.int32))
-    return pa.Array.from_buffers(kind, len(rows), [None, offsets], null_count=0, children=[_no_values(kind)])
+    return _no_structs(kind, len(rows)) if len(rows) <= _SAME_ROWS_MAX else _no_structs.__wrapped__(kind, len(rows))
 
 
-@lru_cache(maxsize=16)
-def _no_values(kind: Any) -> Any:
-    return pa.array([], kind.value_type)
+@lru_cache(maxsize=256)
+def _no_structs(kind: Any, count: int) -> Any:
+    offsets = pa.py_buffer(np.zeros(count + 1, np.int32))
+    return pa.Array.from_buffers(kind, count, [None, offsets], null_count=0, children=[pa.array([], kind.value_type)])
 
 
 def cells(array: Any) -> Cell:
     """A reader of one column's rows that works on its buffers; arrays it gives are views, read-only."""
-    kind, buffers = array.type, array.buffers()
+    kind = array.type
     if array.offset:
         raise ValueError("cells reads whole columns")
+    if array.null_count == len(array):
+        return _nothing
+    buffers = array.buffers()
     if pa.types.is_list(kind):
         return _nullable(array, _lists(array))
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
@@ -85,6 +122,10 @@ def cells(array: Any) -> Cell:
         return _nullable(array, lambda row: bytes(data[offsets[row] : offsets[row + 1]]))
     numbers = _numbers(array).tolist()
     return _nullable(array, numbers.__getitem__)
+
+
+def _nothing(_row: int) -> None:
+    return None
 
 
 def _numbers(array: Any) -> Array:

@@ -79,7 +79,7 @@ class ObjectStore:
                 self._cache.move_to_end(digest)
                 return data
         data = self.read_checked(stored)
-        self._remember(digest, data)
+        self.remember(digest, data)
         return data
 
     def read_checked(self, stored: StoredObject) -> bytes:
@@ -118,7 +118,9 @@ class ObjectStore:
             return f"object {layout.record_file(stored.ref.epoch, stored.ref.digest)}"
         return f"object {stored.ref.digest[:12]} in log entry {layout.entry(stored.seq)}"
 
-    def _remember(self, digest: str, data: bytes) -> None:
+    def remember(self, digest: str, data: bytes) -> None:
+        """Keep bytes whose digest is known to be `digest`, for the next `read`: what was just written here is often
+        what is worked on next."""
         if len(data) > CACHE_BYTES // 4:
             return
         with self._lock:

@@ -28,6 +28,7 @@ import itertools
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -46,6 +47,7 @@ _DIRECTORY_MODE = 0o775
 _BUFFERS_PER_WRITE_MAX = 1024  # IOV_MAX on Linux
 _DIRECTORIES_OPEN_MAX = 128
 _MKDIR_TRIES_MAX = 3
+_READ_OPEN_SECONDS = 1.0
 
 # The descriptor is useless from here on, whatever became of the call.
 _MOUNT_LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.EIO, errno.EBADF})
@@ -83,6 +85,20 @@ class _Directory:
         os.close(self.fd)
 
 
+class _Reading:
+    """A file that was read a moment ago, still open. Closes itself when the last read of it has let go."""
+
+    __slots__ = ("fd", "path", "until")
+
+    def __init__(self, path: str, fd: int, until: float) -> None:
+        self.path = path
+        self.fd = fd
+        self.until = until
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
 class PosixFiles:
     """The directory `root` as Files. `primitive` is the exclusive step of `publish`; where the file system refuses it
     (EPERM, EINVAL, ...) the other one is used from then on: both are exclusive against each other, so they may mix.
@@ -95,6 +111,7 @@ class PosixFiles:
         self.drafts = drafts
         self.primitive: Primitive = primitive
         self._directories: dict[str, _Directory] = {}
+        self._reading: _Reading | None = None
         self._clock = itertools.count(1)
         self._token = secrets.token_hex(8)
 
@@ -104,8 +121,9 @@ class PosixFiles:
         return self.primitive == "link"
 
     def close(self) -> None:
-        """Let go of all directory descriptors (so that the mount can be taken down). The next call opens them again."""
+        """Let go of all descriptors (so that the mount can be taken down). The next call opens them again."""
         self._directories.clear()
+        self._reading = None
 
     # The directory cache has no lock, so that a fork in the middle of another thread's call cannot leave one held.
     # Each step is a single dict operation; two threads that open one directory at once just open it twice.
@@ -272,21 +290,24 @@ class PosixFiles:
         return self._in(path, call, again=True)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        view = buffer.cast("B")
+        # Consecutive reads of one file share a descriptor for a second, no longer than a removed file may be seen: an
+        # open costs a network mount as much as reading a megabyte.
+        opened = self._reading
+        if opened is not None and opened.path == path and time.monotonic() < opened.until:
+            try:
+                if os.fstat(opened.fd).st_nlink:
+                    return _read_into(opened.fd, offset, buffer)
+            except OSError as error:
+                if error.errno not in _MOUNT_LOST:
+                    raise
+            self._reading = None
 
         def call(at: int, name: str) -> int:
-            fd = os.open(name, _READ, dir_fd=at)
-            try:
-                _regular_size(os.fstat(fd), path)
-                done = 0
-                while done < view.nbytes:
-                    count = os.preadv(fd, [view[done:]], offset + done)
-                    if count == 0:
-                        break
-                    done += count
-                return done
-            finally:
-                os.close(fd)
+            found = _Reading(path, os.open(name, _READ, dir_fd=at), time.monotonic() + _READ_OPEN_SECONDS)
+            _regular_size(os.fstat(found.fd), path)
+            count = _read_into(found.fd, offset, buffer)
+            self._reading = found
+            return count
 
         return self._in(path, call, again=True)
 
@@ -364,6 +385,17 @@ class PosixFiles:
 
     def sync_directory(self, path: str) -> None:
         self._in(path + "/" if path else "", lambda at, _: os.fsync(at))
+
+
+def _read_into(fd: int, offset: int, buffer: memoryview) -> int:
+    view = buffer.cast("B")
+    done = 0
+    while done < view.nbytes:
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
 
 
 def _rename(source_at: int, source: str, target_at: int, target: str) -> None:

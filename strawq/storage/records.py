@@ -19,6 +19,7 @@ import pyarrow as pa
 from blake3 import blake3
 
 from strawq.errors import BadInput, Damaged, FormatUnsupported
+from strawq.limits import INLINE_OBJECT_BYTES
 from strawq.model import VersionSpan
 from strawq.rows import Rows, dtype_name, shape_of
 from strawq.samples import Float32, Int32, Prompt, SegmentInfo, UInt8
@@ -260,7 +261,9 @@ def _publication(
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema, options=_WRITE_OPTIONS) as writer:
         writer.write_batch(batch)
-    data = memoryview(sink.getvalue()).cast("B")
+    # A short one is copied out: Arrow's own buffers cost more per use than the bytes are worth.
+    whole = sink.getvalue()
+    data = memoryview(whole.to_pybytes() if whole.size <= INLINE_OBJECT_BYTES else whole).cast("B")
     return Publication(data, blake3(data).hexdigest(), batch.num_rows, slices, pack)
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 Answer = TypeVar("Answer")
 
-_HEADER_GUESS_BYTES = 64 << 10
+_HEADER_GUESS_BYTES = 16 << 10
 _READ_BYTES = 4 * CHUNK_BYTES
 """One read: large beside the call that makes it, and small enough to stay in a core's cache between reading, hashing
 and widening."""
