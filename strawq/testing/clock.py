@@ -13,6 +13,12 @@ class SimulatedClock:
         self.wall_offset_ms = wall_offset_ms
         self.chance = random.Random(seed)
 
+    def twin(self) -> SimulatedClock:
+        """Another clock that goes on from here exactly as this one will."""
+        twin = SimulatedClock(0, self.now, self.wall_offset_ms)
+        twin.chance.setstate(self.chance.getstate())
+        return twin
+
     def monotonic(self) -> float:
         return self.now
 

@@ -1,8 +1,9 @@
 """Crash everywhere: run one operation again and again, and kill its process at every file call in turn.
 
-The rule: what is enumerated is complete. An operation that makes n file calls is killed before, within and after each
-of them; each resulting tree is then looked at as it stands (the process died) and as a power cut leaves it, by each
-policy. Trees that are equal byte for byte are looked at once.
+The rule: what is enumerated is complete. An operation is killed before, within and after each of its file calls; each
+resulting tree is then looked at as it stands (the process died) and as a power cut leaves it, by each policy. What
+cannot differ is done once: a call that only looks leaves what the call before it left, before one call is after the
+one before, and trees that are equal byte for byte are one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from strawq.testing.worlds import World
 Death = Literal["process"] | CrashPolicy
 """`process`: the files stay as the process saw them. The others: the machine lost power too."""
 
-MOMENTS: tuple[Moment, ...] = ("before", "within", "after")
+LOOKS = frozenset({"read", "read_into", "size", "names"})
 
 
 class CrashPoint(msgspec.Struct, frozen=True):
@@ -60,11 +61,6 @@ def fingerprint(memory: MemoryFiles) -> str:
     return digest.hexdigest()
 
 
-def count_calls(world: World, prepare: Callable[[Pool], Any], act: Callable[[Pool, Any], object]) -> int:
-    """File calls of `act` in a world like this one."""
-    return _run(world.twin(), prepare, act, None)[1]
-
-
 def crash_points(
     world: World,
     prepare: Callable[[Pool], Any],
@@ -73,23 +69,30 @@ def crash_points(
     seeds: Sequence[int] = (0,),
 ) -> Iterator[CrashPoint]:
     """Every distinct world in which the death of `act`'s process at one of its file calls may leave the pool. `act`
-    gets what `prepare` has returned; both run in the process that dies, and only `act` is interrupted."""
+    gets what `prepare` has returned; both run in the process that dies, and only `act` is interrupted. More `seeds`
+    give more outcomes of what is left to chance: how much of a file was written, what a power cut took."""
     seen: set[str] = set()
-    for call in range(1, count_calls(world, prepare, act) + 1):
-        for moment in MOMENTS:
-            # Only "within" draws chance: a part of a file, or whether the call happened.
-            for seed in seeds if moment == "within" else seeds[:1]:
-                dead = world.twin()
-                (kind, path), _ = _run(dead, prepare, act, (call, moment, seed))
-                for death in deaths:
-                    for cut in seeds if death == "mixed" else seeds[:1]:
-                        left = dead.twin()
-                        if death != "process":
-                            left.memory.crash(random.Random(cut * 7919 + call), death)
-                        mark = fingerprint(left.memory)
-                        if mark not in seen:
-                            seen.add(mark)
-                            yield CrashPoint(call, moment, kind, path, death, cut, left)
+    calls = _run(world.twin(), prepare, act, None)
+    for call, moment, seed in _kills([kind for kind, _ in calls], seeds):
+        dead = world.twin()
+        kind, path = _run(dead, prepare, act, (call, moment, seed))[-1]
+        for death in deaths:
+            for cut in seeds if death == "mixed" else seeds[:1]:
+                left = dead.twin()
+                if death != "process":
+                    left.memory.crash(random.Random(cut * 7919 + call), death)
+                mark = fingerprint(left.memory)
+                if mark not in seen:
+                    seen.add(mark)
+                    yield CrashPoint(call, moment, kind, path, death, cut, left)
+
+
+def _kills(kinds: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[int, Moment, int]]:
+    yield 1, "before", seeds[0]
+    for call, kind in enumerate(kinds, 1):
+        if kind not in LOOKS:
+            yield from ((call, "within", seed) for seed in seeds)
+            yield call, "after", seeds[0]
 
 
 def _run(
@@ -97,8 +100,8 @@ def _run(
     prepare: Callable[[Pool], Any],
     act: Callable[[Pool, Any], object],
     crash: tuple[int, Moment, int] | None,
-) -> tuple[tuple[str, str], int]:
-    """Run `act` in `world`, to its end or to the crash; returns the last file call and the number of `act`'s calls."""
+) -> list[tuple[str, str]]:
+    """Run `act` in `world`, to its end or to the crash; returns its file calls."""
     seed = crash[2] * 104729 + crash[0] if crash is not None else 0
     pool = world.process(plan=FaultPlan(seed=seed))
     given = prepare(pool)
@@ -116,4 +119,4 @@ def _run(
             pass
         else:
             raise AssertionError(f"the operation made fewer than {call} calls this time")
-    return files.calls[-1], len(files.calls) - before
+    return files.calls[before:]

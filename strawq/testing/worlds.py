@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from strawq.limits import FORMAT_VERSION
@@ -35,7 +34,7 @@ class World:
     def twin(self, memory: MemoryFiles | None = None) -> World:
         """Another world that begins as this one is now, or with the files of `memory`; neither sees the other."""
         twin = World.__new__(World)
-        twin.clock = copy.deepcopy(self.clock)
+        twin.clock = self.clock.twin()
         twin.memory = (memory or self.memory).copy()
         twin.lease_seconds = self.lease_seconds
         return twin
