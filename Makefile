@@ -50,8 +50,9 @@ format: $(DEV) ## rewrite the sources as `make check` wants them
 bench: $(BENCH) ## measure strawq beside straw-queue (ARGS goes to tools.bench)
 	$(PY) -m tools.bench $(ARGS)
 
-campaign: $(DEV) ## the long randomised runs, for hours (ARGS goes to pytest)
-	$(PY) -m pytest -m campaign $(ARGS)
+campaign: $(DEV) ## 10,000 seeds of the simulation (ARGS goes to tools.campaign), then the long randomised tests
+	$(PY) -m tools.campaign $(ARGS)
+	$(PY) -m pytest -m campaign
 
 test-sglang: $(DEV) $(SGLANG) ## tests against a real SGLang engine on the CPU (2.6 GB, own environment)
 	STRAWQ_SGLANG_PYTHON="$(abspath $(SGLANG_VENV)/bin/python)" $(PY) -m pytest -m sglang $(ARGS)

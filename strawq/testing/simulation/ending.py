@@ -13,6 +13,7 @@ from strawq.storage import layout
 from strawq.testing.simulation import actors
 from strawq.testing.simulation.book import Line
 from strawq.testing.simulation.host import Process
+from strawq.testing.simulation.settings import small
 from strawq.testing.simulation.violation import require
 from strawq.trimming import trim_log
 
@@ -30,7 +31,7 @@ def finish_all(world: World) -> None:
             if slot.role in ("operator", "producer"):
                 world.kill(slot)
     # Sleepers wake now, find out what has happened to their leases, and go on or stop.
-    world.scheduler.run(world.scheduler.now + 4 * world.settings.lease_s)
+    world.scheduler.run(world.scheduler.now + 2.5 * world.settings.lease_s)
     for slot in world.slots:
         world.kill(slot)
     world.scheduler.run(world.scheduler.now + 0.001)
@@ -98,8 +99,9 @@ def leave_nothing(world: World) -> None:
         pool.publish_version("x")
         pool.publish_version("y")
         trim_log(pool, keep_entries=0, snapshots_kept=2)
-    collect_garbage(pool, wait_seconds=0)
-    collect_garbage(pool, wait_seconds=0)
+    with small({"SWEEP_AGAIN_EPOCHS": 0}):
+        collect_garbage(pool, wait_seconds=0)
+        collect_garbage(pool, wait_seconds=0)
     memory, state = world.memory, world.truth.state
     reached = {layout.record_file(row.ref.epoch, row.ref.digest) for row in state.objects.values() if row.ref.epoch}
     reached |= {layout.pack_file(row.ref.epoch, row.ref.pack) for row in state.objects.values() if row.ref.pack}

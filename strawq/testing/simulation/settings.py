@@ -49,8 +49,8 @@ def draw(seed: int) -> Settings:
     level = chance.choice([0.0, 0.3, 1.0])
     return Settings(
         seed=seed,
-        duration_s=chance.choice([4.0, 6.0, 8.0]),
-        lease_s=chance.choice([1.0, 2.0]),
+        duration_s=chance.choice([3.0, 4.0, 6.0]),
+        lease_s=chance.choice([1.2, 2.0, 3.0]),
         limits={
             "ENTRIES_PER_SEGMENT": chance.choice([1, 2, 3, 8]),
             "SNAPSHOT_ENTRIES": chance.choice([4, 10, 30]),

@@ -44,6 +44,7 @@ class Truth:
         self.tips = {0: "0" * 64}
         self.entries: dict[int, Entry] = {}
         self.acknowledged_seq = 0
+        self._floors: dict[str, int] = {}
         self.ghosts = 0
         self.dumps: dict[int, bytes] = {}
         self.watch_expiry: Callable[[e.Expired, str], object] = lambda _event, _instance: None
@@ -58,10 +59,7 @@ class Truth:
 
     def floor(self) -> int:
         """The highest floor that stands, durable or not."""
-        return max((self._floor(name) for name in self.memory.names(layout.FLOORS)), default=0)
-
-    def _floor(self, name: str) -> int:
-        return decode_floor(int(name), self.memory.read(f"{layout.FLOORS}/{name}"))
+        return max(self._floors.values(), default=0)
 
     # Names that appear.
 
@@ -69,7 +67,7 @@ class Truth:
         if path.startswith("log/"):
             self._entry(path, data)
         elif path.startswith("floors/"):
-            floor = decode_floor(int(path.rpartition("/")[2]), data)
+            floor = self._floors[path] = decode_floor(int(path.rpartition("/")[2]), data)
             snapshots = [layout.snapshot_seq(name) for name in self.memory.names(layout.SNAPSHOTS)]
             durable = [seq for seq in snapshots if self.memory.is_durable(layout.snapshot(seq))]
             require(
@@ -157,12 +155,8 @@ class Truth:
         entry = self.entries.get(seq)
         if entry is None or decode_entry(seq, path, data).digest != entry.digest:
             return  # A ghost.
-        floors = [
-            self._floor(name)
-            for name in self.memory.names(layout.FLOORS)
-            if self.memory.is_durable(f"{layout.FLOORS}/{name}")
-        ]
-        require(any(floor > seq for floor in floors), f"{path} was removed and no durable floor stands above it")
+        floors = [floor for name, floor in self._floors.items() if self.memory.is_durable(name)]
+        require(max(floors, default=0) > seq, f"{path} was removed and no durable floor stands above it")
         for row in self.state.objects.values():
             require(
                 bool(row.ref.epoch) or row.seq != seq,
@@ -214,6 +208,7 @@ class Truth:
 
     def power_cut(self) -> None:
         """Forget the entries that were lost with the power; none of them was acknowledged."""
+        self._floors = {path: floor for path, floor in self._floors.items() if self.memory.holds(path)}
         floor, last = self.floor(), 0
         for seq in range(1, self.seq + 1):
             if seq < floor or self.memory.holds(layout.entry(seq)):
@@ -247,6 +242,10 @@ class WatchedFiles(MemoryFiles):
 
     truth: Truth | None = None
     beat: Callable[[str, Buffer], object] = staticmethod(lambda _path, _data: None)
+
+    def forget(self, notice: Callable[[str, bytes], None]) -> None:
+        """A host that is gone hears of no more removals."""
+        self._removed.remove(notice)
 
     def replace(self, path: str, data: Buffer) -> None:
         super().replace(path, data)

@@ -149,6 +149,8 @@ class World:
         return self.processes[-1]
 
     def start(self, slot: Slot) -> None:
+        if slot.process is not None:
+            self.memory.forget(slot.process.files._hear_of_removal)
         slot.generation += 1
         name = f"{slot.role}{self.slots.index(slot)}.{slot.generation}"
         process = slot.process = self.process(name, self.settings.rates, crash=self.chance.random() < 0.3)
