@@ -181,12 +181,12 @@ async def test_after_a_rollback_old_work_is_dropped_and_the_new_branch_served_wi
 async def test_a_worker_taken_for_dead_drops_its_work_says_so_once_and_goes_on(stage_of, caplog):
     async with stage_of(tokens_per_second=30) as stage:
         stage.submit(2)
-        worker, _ = await started(stage)
+        worker, _ = await started(stage, max_groups=2)
         session = stage.worker.pool.keeper.current
         with caplog.at_level(logging.WARNING, "strawq.worker"):
-            await asyncio.to_thread(stage.pool.commit, Expire(request="e", session=session, reason="test"))
-            # Somebody else takes the work and hands it in while the first holder still generates.
-            leases = await asyncio.to_thread(stage.queue.acquire, 2)
+            # On the worker's own loop, so that it cannot lease the groups anew in between.
+            stage.pool.commit(Expire(request="e", session=session, reason="test"))
+            leases = stage.queue.acquire(2)
             assert len(leases) == 2
             await stage.until("old groups are dropped", lambda: stage.worker.place.counters.groups_stale == 2, worker)
         assert stage.worker.place.counters.sessions_lost == 1
@@ -208,13 +208,13 @@ async def test_a_report_that_comes_too_late_does_not_count(stage_of):
     hooks.calls["waits"] = 0
     async with stage_of() as stage:
         stage.submit(1)
-        worker = stage.start(reward="hooks_for_tests:waits")
+        worker = stage.start(reward="hooks_for_tests:waits", max_groups=1)
         await stage.until("the hook is called", lambda: hooks.calls["waits"] == 2, worker)
         run = next(iter(stage.worker.runs.values()))
         session = stage.worker.pool.keeper.current
         stage.worker.watcher._seconds = 60.0  # the report itself must find out
-        await asyncio.to_thread(stage.pool.commit, Expire(request="e", session=session, reason="test"))
-        (lease,) = await asyncio.to_thread(stage.queue.acquire, 1)
+        stage.pool.commit(Expire(request="e", session=session, reason="test"))
+        (lease,) = stage.queue.acquire(1)
         hooks.release.set()
         await stage.until("the report is refused", lambda: run.end == "stale", worker)
         assert stage.queue.counts().ready == 0

@@ -18,7 +18,6 @@ async def test_every_group_is_accepted_once_and_whole(stage_of):
         summary = await stage.run(routed_experts=True, top_logprobs=2, save_tokens=8)
         assert summary.reason == "sealed" and summary.counters.groups_accepted == 6
         assert summary.counters.tokens_generated == 6 * 2 * 24 and summary.policy_versions == ("1",)
-        assert summary.counters.saves > 0
         groups = stage.groups(stage="ready")
         assert len(groups) == 6
         for group in groups:
