@@ -82,7 +82,10 @@ def _check_routes(sample: Sample, what: str, prompt_tokens: int | None, since: i
         return  # No id can be negative, and -1 is out of bounds for the comparison below.
     first = prompt_tokens + since - 1 if since else 0
     for at, piece in _pieces(rows, first):
-        # Engines pad with rows of -1 where no token was routed.
+        # Engines pad with rows of -1 where no token was routed. The bits of all ids together tell whether one is
+        # negative, in half the time of a maximum per row.
+        if np.bitwise_or.reduce(piece, axis=None) >= 0:
+            continue
         empty = piece.reshape(len(piece), -1).max(axis=1, initial=-1) < 0
         if piece.size and empty.any():
             raise Misaligned(f"{what}: r3 row {at + int(empty.argmax())} is -1 throughout: no token produced it")

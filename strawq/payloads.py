@@ -24,6 +24,7 @@ from strawq.storage.objects import ObjectStore
 if TYPE_CHECKING:
     from strawq.rows import Rows
     from strawq.samples import Group, Prompt
+    from strawq.storage.packs import PackPlan
     from strawq.storage.records import Publication, Records, TensorRef
     from strawq.storage.tensors import PackReader
 
@@ -66,6 +67,10 @@ class Payloads:
         if part:
             yield encode_prompts(part)
 
+    def stage_pack(self, pack: PackPlan) -> None:
+        """Write the tensors of a publication that is still being encoded: its digest follows from the writing."""
+        self._objects.stage_pack(pack)
+
     def publish(
         self, publications: Sequence[Publication], commit: Callable[[tuple[ObjectRef, ...], dict[str, Buffer]], T]
     ) -> T:
@@ -82,15 +87,9 @@ class Payloads:
                     refs.append(ObjectRef(publication.digest, 0, size, publication.rows))
                     payloads[publication.digest] = publication.records
                 else:
-                    pack = publication.pack
                     refs.append(
                         self._objects.publish(
-                            publication.records,
-                            publication.digest,
-                            publication.rows,
-                            epoch,
-                            pack.digest if pack else "",
-                            pack.buffers if pack else (),
+                            publication.records, publication.digest, publication.rows, epoch, publication.pack
                         )
                     )
             answer = commit(tuple(refs), payloads)

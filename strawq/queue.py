@@ -179,7 +179,8 @@ class Queue:
             grow_group(change.work.group, change.group, rewrite=change.rewrite) if change.group is not None else []
             for change in changes
         ]
-        publication = encode_segments([part for part in rows if part]) if any(rows) else None
+        stage = self.pool.payloads.stage_pack
+        publication = encode_segments([part for part in rows if part], stage) if any(rows) else None
         slices = iter(publication.slices) if publication else iter(())
         items = []
         for change, new in zip(changes, rows, strict=True):

@@ -22,6 +22,19 @@ Buffer = bytes | bytearray | memoryview
 
 
 @runtime_checkable
+class LateHead(Protocol):
+    """Buffers for `stage` of which the first, of `late_bytes`, is known only when the others have been made. They may
+    be asked for in any order; in order it just costs more."""
+
+    @property
+    def late_bytes(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Buffer: ...
+
+
+@runtime_checkable
 class Files(Protocol):
     """The port. All methods are synchronous and safe from many threads."""
 

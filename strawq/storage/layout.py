@@ -44,15 +44,16 @@ def snapshot_seq(name: str) -> int:
 
 
 def object_directory(epoch: int, digest: str) -> str:
-    return f"{OBJECTS}/{epoch:06d}/{digest[:2]}"
+    """One of sixteen: enough to keep each small, and few enough that a process soon knows them all to be durable."""
+    return f"{OBJECTS}/{epoch:06d}/{digest[:1]}"
 
 
 def record_file(epoch: int, digest: str) -> str:
-    return f"{OBJECTS}/{epoch:06d}/{digest[:2]}/{digest}.arrow"
+    return f"{OBJECTS}/{epoch:06d}/{digest[:1]}/{digest}.arrow"
 
 
 def pack_file(epoch: int, digest: str) -> str:
-    return f"{OBJECTS}/{epoch:06d}/{digest[:2]}/{digest}.safetensors"
+    return f"{OBJECTS}/{epoch:06d}/{digest[:1]}/{digest}.safetensors"
 
 
 def session_file(session: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import blake3
 
@@ -28,6 +29,19 @@ CACHE_BYTES = 64 << 20
 PUBLISH_TRIES = 5
 
 
+class Pack(Protocol):
+    """A tensor file to be stored; see `packs.PackPlan`."""
+
+    staged: str
+
+    @property
+    def digest(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def buffers(self) -> Sequence[Buffer]: ...
+
+
 class ObjectStore:
     """Objects of one pool. Safe from many threads."""
 
@@ -41,34 +55,55 @@ class ObjectStore:
         self._cache: OrderedDict[str, bytes] = OrderedDict()
         self._cached = 0
 
-    def publish(
-        self, records: Buffer, digest: str, rows: int, epoch: int, pack: str = "", pack_buffers: Sequence[Buffer] = ()
-    ) -> ObjectRef:
-        """Store an Arrow file of `rows` records named `digest` and, if given, the tensor file named `pack`, durably, in
-        `epoch`."""
-        pack_bytes = sum(memoryview(part).nbytes for part in pack_buffers)
-        if pack:
-            self._write(layout.pack_file(epoch, pack), layout.object_directory(epoch, pack), pack_buffers)
-        self._write(layout.record_file(epoch, digest), layout.object_directory(epoch, digest), [records])
-        return ObjectRef(digest, epoch, memoryview(records).nbytes, rows, pack, pack_bytes)
+    def stage_pack(self, pack: Pack) -> None:
+        """Write the tensor file under a staging name, durably. `publish` gives it its real one; its digest is known
+        then, for its bytes were hashed on their way. `StorageFailed`."""
+        try:
+            pack.staged = self._staging.write(pack.buffers)
+        except OSError as error:
+            raise storage_failed("write", "a tensor file", error) from error
 
-    def _write(self, path: str, directory: str, buffers: Sequence[Buffer]) -> None:
+    def publish(self, records: Buffer, digest: str, rows: int, epoch: int, pack: Pack | None = None) -> ObjectRef:
+        """Store an Arrow file of `rows` records named `digest` and, if given, the tensor file beside it, durably, in
+        `epoch`."""
+        files: list[tuple[str, str, Sequence[Buffer]]] = []
+        name, size, staged = "", 0, ""
+        if pack is not None:
+            name, size, staged, pack.staged = pack.digest, pack.bytes, pack.staged, ""
+            files.append((layout.pack_file(epoch, name), layout.object_directory(epoch, name), pack.buffers))
+        files.append((layout.record_file(epoch, digest), layout.object_directory(epoch, digest), [records]))
         for turn in range(PUBLISH_TRIES):
             try:
-                if directory not in self._directories:
-                    self._files.make_directory(directory)
-                    self._directories.add(directory)
-                # If the name is taken: the name is the content, so the same bytes are there.
-                self._staging.place(buffers, path)
-                self._files.sync_directory(directory)
-                return
+                for path, directory, buffers in files:
+                    self._place(path, directory, buffers, staged)
+                    staged = ""
+                # Names are made durable when all are there: a file system with a journal does that in one go.
+                for directory in dict.fromkeys(directory for _, directory, _ in files):
+                    self._files.sync_directory(directory)
+                return ObjectRef(digest, epoch, memoryview(records).nbytes, rows, name, size)
             except FileNotFoundError as error:
                 # The staging file or an empty directory was collected under our feet: nothing refers to either.
-                self._directories.discard(directory)
+                staged = ""
+                self._directories.difference_update(directory for _, directory, _ in files)
                 if turn == PUBLISH_TRIES - 1:
-                    raise storage_failed("write", path, error) from error
+                    raise storage_failed("write", files[-1][0], error) from error
             except OSError as error:
-                raise storage_failed("write", path, error) from error
+                raise storage_failed("write", files[-1][0], error) from error
+        raise AssertionError("the last turn returns or raises")
+
+    def _place(self, path: str, directory: str, buffers: Sequence[Buffer], staged: str) -> None:
+        """Give the staged file, or one that is staged now, the name `path`."""
+        try:
+            if directory not in self._directories:
+                self._files.make_directory(directory)
+                self._directories.add(directory)
+            staged = staged or self._staging.write(buffers)
+            # If the name is taken: the name is the content, so the same bytes are there. Either way nothing is left.
+            self._staging.publish(staged, path)
+            staged = ""
+        finally:
+            if staged:
+                self._staging.discard(staged)
 
     def read(self, stored: StoredObject) -> bytes:
         """The Arrow file's bytes, checked against its name. `Gone` or `Damaged` name the object."""

@@ -31,8 +31,8 @@ Array = npt.NDArray[Any]
 
 PACK_VERSION = "1"
 ALIGNMENT_BYTES = 64
-_WRITE_BYTES = 16 * CHUNK_BYTES
-"""One buffer handed to the file system."""
+_CHUNKS_PER_WRITE = 4
+"""In one buffer handed to the file system: it stays in a core's cache between narrowing, hashing and writing."""
 _DIGEST_HEX = 64
 _PAD = "pad/"
 
@@ -54,23 +54,54 @@ _SAFETENSORS = {
 _NAMES = {code: name for name, code in _SAFETENSORS.items()}
 
 
-class PackPlan(NamedTuple):
-    """A pack that is ready to be staged: `files.stage(path, plan.buffers)`.
+class PackPlan:
+    """A pack that is laid out and ready to be staged: `files.stage(path, plan.buffers)`.
 
-    `digest` (hex) names the file. `buffers` starts with the header; the rest are views of the arrays that were given,
-    or are made when they are asked for (narrowed ids), so a plan holds no second copy. The arrays must not change
-    before they are written."""
+    `buffers` is the file in order: the header, then views of the arrays that were given, or narrowed copies that are
+    made when they are asked for, so a plan holds no second copy. What is handed out is hashed on the way, once;
+    `header` and `digest` (hex, the file's name) hash what has not been. The arrays must not change before that.
+    `bytes` is the size of the file."""
 
-    header: bytes
-    buffers: Sequence[memoryview]
-    digest: str
-    bytes: int
+    def __init__(self, sources: list[_Source], entries: dict[str, Any]) -> None:
+        self._sources, self._entries = sources, entries
+        self._header = b""
+        text = self._text()
+        if len(text) > PACK_HEADER_BYTES:
+            raise BadInput(
+                f"{len(sources)} tensors make a header of {len(text)} bytes, over {PACK_HEADER_BYTES}: publish fewer "
+                "groups"
+            )
+        self.header_bytes = 8 + len(text)
+        self.bytes = self.header_bytes + sum(source.size for source in sources)
+        self.buffers = _Buffers(self, sources)
+        self.staged = ""
+        """Where the bytes lie already, if they have been staged and nobody has published that file yet."""
+
+    def _text(self) -> bytes:
+        metadata = self._entries["__metadata__"]
+        for source in self._sources:
+            metadata[source.key] = f"{source.given} {source.chunk_rows} {source.digests()}"
+        text = msgspec.json.encode(self._entries)
+        return text + b" " * (-(8 + len(text)) % ALIGNMENT_BYTES)
+
+    @property
+    def header(self) -> bytes:
+        if not self._header:
+            for source in self._sources:
+                source.hash_rest()
+            text = self._text()
+            self._header = len(text).to_bytes(8, "little") + text
+        return self._header
+
+    @property
+    def digest(self) -> str:
+        return blake3(self.header).hexdigest()
 
 
 class _Source:
     """One tensor to be stored: its rows, and what they become."""
 
-    __slots__ = ("_rows", "chunk_rows", "given", "key", "row_bytes", "rows", "shape", "stored")
+    __slots__ = ("_hashed", "_rows", "chunk_rows", "given", "key", "row_bytes", "rows", "shape", "stored")
 
     def __init__(self, key: str, rows: Rows) -> None:
         self.key, self._rows, self.given, self.shape = key, rows, dtype_name(rows), shape_of(rows)
@@ -80,6 +111,7 @@ class _Source:
         self.stored = self._narrowest(step)
         self.row_bytes = inner * STORABLE[self.stored].itemsize
         self.chunk_rows = max(1, CHUNK_BYTES // max(1, self.row_bytes))
+        self._hashed: list[str] = []
 
     @property
     def size(self) -> int:
@@ -110,23 +142,36 @@ class _Source:
         piece = np.ascontiguousarray(self._piece(start, stop), STORABLE[self.stored])
         return piece.reshape(-1).view(np.uint8).data
 
+    def piece(self, start: int, stop: int) -> memoryview:
+        """As `data`, whose rows begin with a chunk. Its chunks are hashed now if it is their turn."""
+        data = self.data(start, stop)
+        if start == len(self._hashed) * self.chunk_rows:
+            step = self.chunk_rows * self.row_bytes
+            self._hashed += [blake3(data[at : at + step]).hexdigest() for at in range(0, len(data), step)]
+        return data
+
+    def hash_rest(self) -> None:
+        for start in range(len(self._hashed) * self.chunk_rows, self.rows if self.size else 0, self.chunk_rows):
+            self.piece(start, min(start + self.chunk_rows, self.rows))
+
     def digests(self) -> str:
-        if not self.size:
-            return ""
-        return "".join(
-            blake3(self.data(start, start + self.chunk_rows)).hexdigest()
-            for start in range(0, self.rows, self.chunk_rows)
-        )
+        """The chunks' digests, one after the other; zeros for what has not been hashed."""
+        chunks = -(-self.rows // self.chunk_rows) if self.size else 0
+        return "".join(self._hashed) + "0" * (_DIGEST_HEX * (chunks - len(self._hashed)))
 
 
 class _Buffers(Sequence[memoryview]):
-    """The file's bytes in order, made piece by piece when asked for."""
+    """The file's bytes in order, made piece by piece when asked for.
 
-    def __init__(self, header: bytes, sources: Sequence[_Source]) -> None:
-        self._header = header
+    `late_bytes` is the size of the first of them, the header: asked for last, it costs nothing more, for the others
+    were hashed on their way out."""
+
+    def __init__(self, plan: PackPlan, sources: Sequence[_Source]) -> None:
+        self._plan = plan
+        self.late_bytes = plan.header_bytes
         self._pieces: list[tuple[_Source, int, int]] = []
         for source in sources:
-            step = max(1, _WRITE_BYTES // max(1, source.row_bytes))
+            step = _CHUNKS_PER_WRITE * source.chunk_rows
             if source.size:
                 self._pieces += [(source, at, min(at + step, source.rows)) for at in range(0, source.rows, step)]
 
@@ -143,13 +188,13 @@ class _Buffers(Sequence[memoryview]):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         if index in (0, -len(self)):
-            return memoryview(self._header)
+            return memoryview(self._plan.header)
         source, start, stop = self._pieces[index - 1 if index > 0 else index]
-        return source.data(start, stop)
+        return source.piece(start, stop)
 
 
 def plan_pack(tensors: Iterable[tuple[str, Rows]]) -> PackPlan:
-    """Lay out and hash the tensors, in order, under their keys. Reads each byte; writes nothing.
+    """Lay out the tensors, in order, under their keys. Looks at integers to narrow them; hashes and writes nothing.
 
     Raises `BadInput` for a dtype that cannot be stored, a key given twice or kept for padding, or a header over the
     limit."""
@@ -162,21 +207,12 @@ def plan_pack(tensors: Iterable[tuple[str, Rows]]) -> PackPlan:
         if key in entries or key in metadata or key.startswith(_PAD) or not key:
             raise BadInput(f"tensor key {key!r} is empty, reserved, or given twice")
         if gap := -end % ALIGNMENT_BYTES:
-            end = _lay_out(_Source(f"{_PAD}{len(sources)}", np.zeros(gap, np.uint8)), sources, entries, metadata, end)
-        end = _lay_out(_Source(key, rows), sources, entries, metadata, end)
-    text = msgspec.json.encode(entries)
-    text += b" " * (-(8 + len(text)) % ALIGNMENT_BYTES)
-    if len(text) > PACK_HEADER_BYTES:
-        raise BadInput(
-            f"{len(sources)} tensors make a header of {len(text)} bytes, over {PACK_HEADER_BYTES}: publish fewer groups"
-        )
-    header = len(text).to_bytes(8, "little") + text
-    return PackPlan(header, _Buffers(header, sources), blake3(header).hexdigest(), len(header) + end)
+            end = _lay_out(_Source(f"{_PAD}{len(sources)}", np.zeros(gap, np.uint8)), sources, entries, end)
+        end = _lay_out(_Source(key, rows), sources, entries, end)
+    return PackPlan(sources, entries)
 
 
-def _lay_out(
-    source: _Source, sources: list[_Source], entries: dict[str, Any], metadata: dict[str, str], start: int
-) -> int:
+def _lay_out(source: _Source, sources: list[_Source], entries: dict[str, Any], start: int) -> int:
     end = start + source.size
     sources.append(source)
     entries[source.key] = {
@@ -184,7 +220,6 @@ def _lay_out(
         "shape": list(source.shape),
         "data_offsets": [start, end],
     }
-    metadata[source.key] = f"{source.given} {source.chunk_rows} {source.digests()}"
     return end
 
 

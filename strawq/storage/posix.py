@@ -32,8 +32,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from strawq.storage.descriptors import OpenDirectory, OpenFile, made_ahead, read_into, write_all, write_head_last
 from strawq.storage.exclusive import Primitive, Step, link_exclusive, rename_exclusive
-from strawq.storage.files import Buffer
+from strawq.storage.files import Buffer, LateHead
 
 _T = TypeVar("_T")
 
@@ -44,7 +45,6 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FILE_MODE = 0o664
 _DIRECTORY_MODE = 0o775
 
-_BUFFERS_PER_WRITE_MAX = 1024  # IOV_MAX on Linux
 _DIRECTORIES_OPEN_MAX = 128
 _MKDIR_TRIES_MAX = 3
 _READ_OPEN_SECONDS = 1.0
@@ -53,50 +53,6 @@ _READ_OPEN_SECONDS = 1.0
 _MOUNT_LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.EIO, errno.EBADF})
 _LINK_REFUSED = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _RENAME_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
-
-
-def write_all(fd: int, buffers: Sequence[Buffer]) -> int:
-    """Write all bytes of the buffers in order; return their number. A short write is continued, so the error behind it
-    shows."""
-    views = [view for view in (memoryview(buffer).cast("B") for buffer in buffers) if view.nbytes]
-    total = sum(view.nbytes for view in views)
-    first = 0
-    while first < len(views):
-        written = os.writev(fd, views[first : first + _BUFFERS_PER_WRITE_MAX])
-        while first < len(views) and written >= views[first].nbytes:
-            written -= views[first].nbytes
-            first += 1
-        if written:
-            views[first] = views[first][written:]
-    return total
-
-
-class _Directory:
-    """An open directory. It closes itself when the cache and the last call that uses it have let go."""
-
-    __slots__ = ("durable", "fd", "used")
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.used = 0
-        self.durable = False  # its own name is known to be durable in its parent
-
-    def __del__(self) -> None:
-        os.close(self.fd)
-
-
-class _Reading:
-    """A file that was read a moment ago, still open. Closes itself when the last read of it has let go."""
-
-    __slots__ = ("fd", "path", "until")
-
-    def __init__(self, path: str, fd: int, until: float) -> None:
-        self.path = path
-        self.fd = fd
-        self.until = until
-
-    def __del__(self) -> None:
-        os.close(self.fd)
 
 
 class PosixFiles:
@@ -110,8 +66,8 @@ class PosixFiles:
         self.root = os.path.abspath(os.fspath(root))
         self.drafts = drafts
         self.primitive: Primitive = primitive
-        self._directories: dict[str, _Directory] = {}
-        self._reading: _Reading | None = None
+        self._directories: dict[str, OpenDirectory] = {}
+        self._reading: OpenFile | None = None
         self._clock = itertools.count(1)
         self._token = secrets.token_hex(8)
 
@@ -128,28 +84,28 @@ class PosixFiles:
     # The directory cache has no lock, so that a fork in the middle of another thread's call cannot leave one held.
     # Each step is a single dict operation; two threads that open one directory at once just open it twice.
 
-    def _directory(self, path: str) -> _Directory:
+    def _directory(self, path: str) -> OpenDirectory:
         found = self._directories.get(path)
         if found is None:
             found = self._open_directory(path)
         found.used = next(self._clock)
         return found
 
-    def _open_directory(self, path: str) -> _Directory:
+    def _open_directory(self, path: str) -> OpenDirectory:
         if path == "":
-            opened = _Directory(os.open(self.root, _DIRECTORY & ~os.O_NOFOLLOW))
+            opened = OpenDirectory(os.open(self.root, _DIRECTORY & ~os.O_NOFOLLOW))
         else:
             parent, _, name = path.rpartition("/")
             if name in ("", ".", "..") or path[0] == "/":
                 raise ValueError(f"{path!r} is not a relative path below the pool")
             at = self._directory(parent)
             try:
-                opened = _Directory(os.open(name, _DIRECTORY, dir_fd=at.fd))
+                opened = OpenDirectory(os.open(name, _DIRECTORY, dir_fd=at.fd))
             except FileNotFoundError:
                 if not self._is_dead(at, parent):
                     raise
                 self._forget(parent)
-                opened = _Directory(os.open(name, _DIRECTORY, dir_fd=self._directory(parent).fd))
+                opened = OpenDirectory(os.open(name, _DIRECTORY, dir_fd=self._directory(parent).fd))
         if len(self._directories) >= _DIRECTORIES_OPEN_MAX:
             oldest = min(list(self._directories.items()), key=lambda item: item[1].used)
             self._directories.pop(oldest[0], None)
@@ -162,7 +118,7 @@ class PosixFiles:
             if path in ("", known) or known == "" or known.startswith(path + "/") or path.startswith(known + "/"):
                 self._directories.pop(known, None)
 
-    def _is_dead(self, directory: _Directory, path: str) -> bool:
+    def _is_dead(self, directory: OpenDirectory, path: str) -> bool:
         """Whether the path leads elsewhere by now. The link count does not tell: JuiceFS keeps a removed directory in
         its trash, where it has one, and looks up nothing in it."""
         try:
@@ -199,7 +155,11 @@ class PosixFiles:
         fd = self._in(path, lambda at, name: os.open(name, _NEW, _FILE_MODE, dir_fd=at))
         try:
             try:
-                size = write_all(fd, buffers)
+                if isinstance(buffers, LateHead) and os.major(os.fstat(fd).st_dev):
+                    # On a disk of our own. A network mount would rather have one write from start to end.
+                    size = write_head_last(fd, buffers)
+                else:
+                    size = write_all(fd, made_ahead(buffers, 0) if isinstance(buffers, LateHead) else buffers)
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -296,16 +256,16 @@ class PosixFiles:
         if opened is not None and opened.path == path and time.monotonic() < opened.until:
             try:
                 if os.fstat(opened.fd).st_nlink:
-                    return _read_into(opened.fd, offset, buffer)
+                    return read_into(opened.fd, offset, buffer)
             except OSError as error:
                 if error.errno not in _MOUNT_LOST:
                     raise
             self._reading = None
 
         def call(at: int, name: str) -> int:
-            found = _Reading(path, os.open(name, _READ, dir_fd=at), time.monotonic() + _READ_OPEN_SECONDS)
+            found = OpenFile(path, os.open(name, _READ, dir_fd=at), time.monotonic() + _READ_OPEN_SECONDS)
             _regular_size(os.fstat(found.fd), path)
-            count = _read_into(found.fd, offset, buffer)
+            count = read_into(found.fd, offset, buffer)
             self._reading = found
             return count
 
@@ -385,17 +345,6 @@ class PosixFiles:
 
     def sync_directory(self, path: str) -> None:
         self._in(path + "/" if path else "", lambda at, _: os.fsync(at))
-
-
-def _read_into(fd: int, offset: int, buffer: memoryview) -> int:
-    view = buffer.cast("B")
-    done = 0
-    while done < view.nbytes:
-        count = os.preadv(fd, [view[done:]], offset + done)
-        if count == 0:
-            break
-        done += count
-    return done
 
 
 def _rename(source_at: int, source: str, target_at: int, target: str) -> None:

@@ -10,7 +10,7 @@ This module imports pyarrow; import it lazily.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -199,10 +199,14 @@ def encode_prompts(prompts: Sequence[Prompt]) -> Publication:
     return _publication(PROMPTS, table, tuple((row, row + 1) for row in range(len(prompts))), None)
 
 
-def encode_segments(groups: Sequence[Sequence[SegmentRow]]) -> Publication:
-    """The new rows of many groups, and a pack with their new tensor rows if there are any. Raises `BadInput`."""
+def encode_segments(
+    groups: Sequence[Sequence[SegmentRow]], stage: Callable[[PackPlan], None] | None = None
+) -> Publication:
+    """The new rows of many groups, and a pack with their new tensor rows if there are any. Raises `BadInput`.
+
+    `stage` is called with the pack once everything else is encoded, and before the pack's digest is asked for: what
+    writes it there hashes it on the way."""
     rows = [row for group in groups for row in group]
-    pack, refs = _pack(rows)
     table = [
         columns.plain([row.group_id for row in rows], pa.string()),
         columns.plain([row.sample for row in rows], pa.int64()),
@@ -226,8 +230,9 @@ def encode_segments(groups: Sequence[Sequence[SegmentRow]]) -> Publication:
         columns.plain([_optional_json(row.metadata, f"metadata of sample {row.sample}") for row in rows], pa.string()),
         columns.lists([row.topp_counts for row in rows], _INTS),
         columns.plain([row.payload for row in rows], pa.binary()),
-        columns.structs(refs, _TENSORS),
     ]
+    pack, refs = _pack(rows, stage)
+    table.append(columns.structs(refs, _TENSORS))
     slices, at = [], 0
     for group in groups:
         slices.append((at, at + len(group)))
@@ -239,10 +244,14 @@ def _requests(row: SegmentRow) -> list[tuple[int, int, str, str]]:
     return [(i.start, i.end, json_text(i.sampling, "sampling options"), i.logprob_mode) for i in row.requests]
 
 
-def _pack(rows: Sequence[SegmentRow]) -> tuple[PackPlan | None, list[list[tuple[Any, ...]]]]:
+def _pack(
+    rows: Sequence[SegmentRow], stage: Callable[[PackPlan], None] | None
+) -> tuple[PackPlan | None, list[list[tuple[Any, ...]]]]:
     stored = [[new for new in row.tensors if isinstance(new, NewRows)] for row in rows]
     named = [(f"{at}/{new.name}", new.rows) for at, row in enumerate(stored) for new in row]
     pack = plan_pack(named) if named else None
+    if pack is not None and stage is not None:
+        stage(pack)
     digest = pack.digest if pack else ""
     refs = [
         [
