@@ -101,21 +101,23 @@ def verb(name: str, under: str = "") -> Callable[[F], F]:
 
 
 def _command(function: Callable[..., Answer], words: str) -> Callable[..., Answer]:
-    """The function with the options that every verb has."""
+    """The function with the options that every verb has. It is told of --json if it has a parameter `as_json`."""
     hints = get_type_hints(function, include_extras=True)
-    parameters = [
-        parameter.replace(annotation=_with_variable(hints[parameter.name], words, parameter.name))
-        for parameter in inspect.signature(function).parameters.values()
-    ]
+    given = inspect.signature(function).parameters
     keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [parameter.replace(kind=keyword) for parameter in parameters]
+    parameters = [
+        parameter.replace(kind=keyword, annotation=_with_variable(hints[name], words, name))
+        for name, parameter in given.items()
+        if name != "as_json"
+    ]
     parameters.append(inspect.Parameter("as_json", keyword, default=False, annotation=JsonFlag))
     parameters.append(inspect.Parameter("verbosity", keyword, default=0, annotation=Verbosity))
 
     @functools.wraps(function)
     def run(*, as_json: bool, verbosity: int, **options: Any) -> Answer:
         # `errors.guarded` looks for --json itself: it must know even when the options cannot be parsed.
-        del as_json
+        if "as_json" in given:
+            options["as_json"] = as_json
         if verbosity:
             listen(verbosity)
         return function(**options)

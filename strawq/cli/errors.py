@@ -22,7 +22,7 @@ import typer
 
 from strawq.cli.app import hush, load
 from strawq.cli.output import Answer, one_line, print_json, say, show
-from strawq.errors import StrawqError
+from strawq.errors import StorageFailed, StrawqError
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -73,8 +73,7 @@ def _run(arguments: list[str], as_json: bool) -> int:
             raise
         except OSError as error:
             _forget_stdout()
-            say(f"the result could not be written to stdout: {error.strerror}")
-            return 6
+            raise StorageFailed(f"the result could not be written to stdout: {error.strerror}") from error
         return answer.exit_code
     if answer == INTERRUPTED:  # how typer hands on a Ctrl-C; older ones raise Abort
         raise KeyboardInterrupt

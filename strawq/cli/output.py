@@ -6,30 +6,39 @@ The rule: the data are made first, and the text is made from the same data, so t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 class Answer:
-    """Result of a verb: `data` (a mapping or msgspec struct: the JSON object), `text` for people, and the exit
-    code."""
+    """Result of a verb: `data` (a mapping or msgspec struct: the JSON object; None if the verb has printed for
+    itself), `text` for people, and the exit code. `settle` is called at the end with whether the answer was written."""
 
-    __slots__ = ("data", "exit_code", "text")
+    __slots__ = ("data", "exit_code", "settle", "text")
 
-    def __init__(self, data: Any, text: str = "", exit_code: int = 0) -> None:
+    def __init__(
+        self, data: Any, text: str = "", exit_code: int = 0, settle: Callable[[bool], None] | None = None
+    ) -> None:
         self.data = data
         self.text = text
         self.exit_code = exit_code
+        self.settle = settle
 
 
 def show(answer: Answer, as_json: bool) -> None:
-    """Print to stdout and flush, so that a closed pipe or a full disk is noticed here."""
-    if as_json:
-        print_json(answer.data)
-    elif answer.text:
-        print(answer.text.rstrip("\n"), flush=True)
+    """Print to stdout and flush, so that a closed pipe or a full disk is noticed here, before anything is settled."""
+    written = False
+    try:
+        if as_json and answer.data is not None:
+            print_json(answer.data)
+        elif answer.text and not as_json:
+            print(answer.text.rstrip("\n"), flush=True)
+        written = True
+    finally:
+        if answer.settle is not None:
+            answer.settle(written)
 
 
 def print_json(data: Any) -> None:

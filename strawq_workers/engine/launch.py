@@ -79,19 +79,20 @@ def announce(url: str) -> None:
     )
 
 
-def run_engine(options: EngineOptions) -> None:
-    """Serve until SIGTERM or SIGINT, then return. Prints the URL as the first line on stdout."""
+def run_engine(options: EngineOptions, ready: Callable[[str], None] = announce) -> None:
+    """Serve until SIGTERM or SIGINT, then return. `ready` is called once with the URL; it prints it as the first line
+    on stdout."""
     previous = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
-        asyncio.run(_serve_until_signal(options))
+        asyncio.run(_serve_until_signal(options, ready))
     finally:
         sys.setswitchinterval(previous)
 
 
-async def _serve_until_signal(options: EngineOptions) -> None:
+async def _serve_until_signal(options: EngineOptions, ready: Callable[[str], None]) -> None:
     loop = asyncio.get_running_loop()
-    serving = asyncio.ensure_future(serve(options, announce))
+    serving = asyncio.ensure_future(serve(options, ready))
     stopped_by_signal = False
 
     def stop() -> None:
