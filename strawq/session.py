@@ -160,14 +160,16 @@ class SessionKeeper:
             self._log.files.remove(layout.session_file(session))
 
     def close(self) -> None:
-        """Give leases and batches back and stop the thread. In a forked child: nothing."""
+        """Give leases and batches back and stop the thread. In a forked child: nothing. If that fails, nothing has been
+        given back, and closing again tries again."""
         if os.getpid() != self._pid:
             return
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=10)
         with self._lock:
-            session, self.current = self.current, ""
+            session = self.current
             if session:
                 self._log.commit(Leave(request=f"leave-{session}", session=session))
+                self.current = ""
                 self._forget_file(session)

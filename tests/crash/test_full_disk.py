@@ -11,6 +11,7 @@ from strawq.core.invariants import findings
 from strawq.errors import StorageFailed
 from strawq.pool import Pool
 from strawq.storage.faulty import APPLIES, Fault, FaultPlan, FaultyFiles
+from strawq.testing.scenes import take_over
 from tests.crash.operations import OPERATIONS, SCENE, Operation, settle
 
 WRITES = APPLIES["enospc"]
@@ -51,3 +52,20 @@ def test_a_full_disk_at_any_write(operation: Operation) -> None:
                 twin_pool, _, twin_given = start(operation, call)
                 wanted = wanted or (operation.act(twin_pool, twin_given), settle(twin_pool, operation))[1]
                 assert settle(pool, operation) == wanted, f"the disk was full at call {call}"
+
+
+def test_leases_that_could_not_be_given_back_are_given_back_by_the_next_close() -> None:
+    """Else they stay until everybody has watched the dead session for a whole lease."""
+    pool = SCENE.world.twin().process()
+    take_over(pool)
+    leases = pool.queue().acquire(2).leases
+    files = pool.files
+    assert isinstance(files, FaultyFiles)
+    files.plan = FaultPlan(rates={"enospc": 1.0})
+    with pytest.raises(StorageFailed, match="the disk is full"):
+        pool.close()
+    files.plan = FaultPlan()
+    pool.close()
+    state = pool.log.refresh(lambda machine: machine.state)
+    assert not state.sessions
+    assert all(not state.branch.queues["rollout"].tasks[lease.task].session for lease in leases)
