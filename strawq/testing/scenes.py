@@ -21,6 +21,7 @@ from strawq.model import QueueConfig, VersionSpan
 from strawq.pool import Pool
 from strawq.queue import Change, Queue, Work
 from strawq.samples import Group, Prompt, Sample, extend
+from strawq.storage.exclusive import Primitive
 from strawq.testing.worlds import World
 from strawq.verification import verify
 
@@ -99,10 +100,10 @@ class Scene(msgspec.Struct):
         return self.worker.queue()
 
 
-def build(seed: int = 0) -> Scene:
+def build(seed: int = 0, primitive: Primitive = "link") -> Scene:
     """A `Scene`. Tasks of the worker by name in `works`: `leased` (nothing saved), `inline` (2 tokens saved inside the
     log), `routed` (2 tokens with a tensor pack)."""
-    world = World(seed, config=QueueConfig(max_attempts=2))
+    world = World(seed, config=QueueConfig(max_attempts=2), primitive=primitive)
     worker, trainer = world.process(role="worker"), world.process(role="trainer")
     queue = worker.queue()
     worker.publish_version("1")

@@ -9,6 +9,7 @@ from strawq.model import PoolHeader, QueueConfig, Session
 from strawq.pool import DEFAULT_QUEUE, Pool
 from strawq.session import SessionKeeper
 from strawq.storage.clock import Clock
+from strawq.storage.exclusive import Primitive
 from strawq.storage.faulty import FaultPlan, FaultyFiles
 from strawq.storage.files import Files
 from strawq.storage.header import create_pool
@@ -19,9 +20,16 @@ from strawq.testing.clock import SimulatedClock
 class World:
     """One directory in memory. `process()` opens the pool as another process; nothing runs in the background."""
 
-    def __init__(self, seed: int = 0, *, config: QueueConfig | None = None, lease_seconds: float = 10.0) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        config: QueueConfig | None = None,
+        lease_seconds: float = 10.0,
+        primitive: Primitive = "link",
+    ) -> None:
         self.clock = SimulatedClock(seed)
-        self.memory = MemoryFiles()
+        self.memory = MemoryFiles(primitive)
         self.lease_seconds = lease_seconds
         header = PoolHeader(
             FORMAT_VERSION, self.clock.new_id(), "simulated", "local", created="2026-01-01T00:00:00+00:00"

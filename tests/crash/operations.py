@@ -269,6 +269,9 @@ def operations(scene: Scene) -> list[Operation]:
 
 SCENE = build()
 OPERATIONS = operations(SCENE)
+SAVED = SCENE.saved
+RENAMING = build(primitive="rename")
+"""The same scene where the exclusive step is a rename, which keeps no staged name."""
 
 
 def settle(pool: Pool, operation: Operation, *, again: bool = True) -> dict[str, object]:
@@ -277,6 +280,6 @@ def settle(pool: Pool, operation: Operation, *, again: bool = True) -> dict[str,
         operation.again(pool)
     take_over(pool)
     assert findings(pool.log.refresh(lambda machine: machine.state)) == []
-    finish_work(pool, SCENE.saved, operation.fates)
+    finish_work(pool, SAVED, operation.fates)
     require_healthy(pool)
     return summary(pool)

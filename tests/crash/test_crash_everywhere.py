@@ -4,26 +4,27 @@ sound pool, the operation has happened or not, and the work that was begun is fi
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from strawq.storage.memory import CrashPolicy
 from strawq.testing.crashes import crash_points
-from tests.crash.operations import OPERATIONS, SCENE, Operation, settle
+from strawq.testing.scenes import Scene
+from tests.crash.operations import OPERATIONS, RENAMING, SCENE, Operation, settle
 
 
-def uncrashed(operation: Operation) -> dict[str, object]:
-    world = SCENE.world.twin()
+def uncrashed(operation: Operation, scene: Scene = SCENE) -> dict[str, object]:
+    world = scene.world.twin()
     pool = world.process()
     operation.act(pool, operation.prepare(pool))
     return settle(world.process(), operation)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name.replace(" ", "-"))
-def test_killed_at_any_file_call(operation: Operation) -> None:
-    wanted = uncrashed(operation)
+def kill_everywhere(operation: Operation, scene: Scene, seeds: Sequence[int]) -> None:
+    wanted = uncrashed(operation, scene)
     points = 0
-    for point in crash_points(SCENE.world, operation.prepare, operation.act):
+    for point in crash_points(scene.world, operation.prepare, operation.act, seeds=seeds):
         points += 1
         try:
             found = settle(point.world.process(), operation)
@@ -33,7 +34,24 @@ def test_killed_at_any_file_call(operation: Operation) -> None:
     assert points
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name.replace(" ", "-"))
+each_operation = pytest.mark.parametrize(
+    "operation", OPERATIONS, ids=lambda operation: operation.name.replace(" ", "-")
+)
+
+
+@each_operation
+def test_killed_at_any_file_call(operation: Operation) -> None:
+    kill_everywhere(operation, SCENE, seeds=(0,))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("scene", [SCENE, RENAMING], ids=["link", "rename"])
+@each_operation
+def test_killed_at_any_file_call_with_many_outcomes(operation: Operation, scene: Scene) -> None:
+    kill_everywhere(operation, scene, seeds=range(8))
+
+
+@each_operation
 def test_what_was_acknowledged_survives_a_power_cut(operation: Operation) -> None:
     """The call has returned; then the machine dies. Nobody asks again."""
     wanted = uncrashed(operation)

@@ -6,6 +6,8 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,59 @@ def test_file_times_decide_nothing_in_garbage_collection(tmp_path: Path) -> None
         assert collected.by_reason.get("unreachable object", 0) == 1
         again = collect_garbage(pool, wait_seconds=0)[1]
         assert again.files == 0 and again.kept_files == 1
+
+
+BUSY = """
+import base64, json, sys, time
+from strawq.pool import Pool
+pool = Pool.open(sys.argv[1], lease_seconds=3.0)
+lease = pool.queue().acquire(1).leases[0]
+text = "[" + ",".join(["0.123456789012"] * 2_700_000) + "]"  # 40 MB
+coded = b"A" * (200 << 20)
+print(lease.session, flush=True)
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    json.loads(text)
+    base64.b64decode(coded)
+assert pool.queue().yield_(pool.queue().open(lease)).accepted and pool.keeper.lost == []
+print("kept", flush=True)
+pool.queue().acquire(1)
+print("again", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_a_heartbeat_goes_on_while_the_interpreter_is_held_and_ends_with_the_process(tmp_path: Path) -> None:
+    """40 MB of JSON and 200 MB of base64 in single calls, with a lease of three seconds."""
+    Pool.init(tmp_path / "pool").queue().submit(prompts(["a"]))
+    busy = subprocess.Popen(
+        [sys.executable, "-c", BUSY, str(tmp_path / "pool")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert busy.stdout is not None
+        session = busy.stdout.readline().strip()
+        with Pool.open(tmp_path / "pool", lease_seconds=3.0) as observer:
+            # Only silence counts here: the observer does not look at the process.
+            observer.keeper._observer._known_dead = lambda _: False
+            said: list[str] = []
+            reader = threading.Thread(target=lambda: said.append(busy.stdout.readline()) if busy.stdout else None)
+            reader.start()
+            while reader.is_alive():
+                assert observer.keeper.round() == []
+                reader.join(timeout=0.5)
+            assert said == ["kept\n"] and busy.stdout.readline() == "again\n"
+            busy.kill()
+            busy.wait()
+            expired: list[str] = []
+            start = time.monotonic()
+            while not expired and time.monotonic() < start + 30:
+                expired = observer.keeper.round()
+                time.sleep(observer.keeper.round_seconds)
+            assert expired == [session]
+    finally:
+        busy.kill()
+        busy.wait()
+        for pipe in (busy.stdin, busy.stdout):
+            if pipe is not None:
+                pipe.close()
