@@ -22,6 +22,10 @@ def grown(work: Work, tokens: list[int]) -> Group:
 
 @pytest.fixture
 def unknown() -> tuple[World, Queue, Work]:
+    return unknown_save()
+
+
+def unknown_save() -> tuple[World, Queue, Work]:
     """A worker that saved [1, 2], and does not know it."""
     world = World()
     pool = world.process()

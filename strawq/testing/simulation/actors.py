@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from strawq.errors import BadInput, Damaged, Fenced, Gone, OutcomeUnknown, RequestConflict, StrawqError
 from strawq.garbage import collect_garbage
@@ -110,7 +110,7 @@ class Worker(Actor):
                 held += self.lease(self.chance.choice([1, 1, 2]))
             if held:
                 self.go_on(held, old)
-            if old and self.chance.random() < 0.05:
+            if old and self.chance.random() < 0.15:
                 self.haunt(self.chance.choice(old))
             if self.chance.random() < 0.01:
                 self.ask(lambda: self.process.pool.close())
@@ -134,7 +134,7 @@ class Worker(Actor):
     def go_on(self, held: list[Work], old: list[Work]) -> None:
         work = held.pop(self.chance.randrange(len(held)))
         outcomes = ["save", "save", "yield", "complete", "complete", "complete", "drop", "fail"]
-        weights = [4, 4, 1, 3, 3, 3, 0.7, 0.7]
+        weights = [4, 4, 3, 3, 3, 3, 0.7, 0.7]
         changes = [self.change(work, self.chance.choices(outcomes, weights)[0])]
         if held and self.chance.random() < 0.2:
             second = held[-1]
@@ -251,17 +251,27 @@ class Trainer(Actor):
 class Operator(Actor):
     """Checkpoints, rolls back, pauses, publishes versions, looks after dead letters."""
 
+    KINDS: ClassVar[dict[str, int]] = {
+        "checkpoint": 4,
+        "rollback": 4,
+        "drop checkpoint": 1,
+        "drop branch": 1,
+        "pause": 1,
+        "acknowledge": 1,
+        "version": 2,
+        "retry": 1,
+        "drop": 1,
+        "snapshot": 1,
+    }
+
     def run(self) -> None:
         version = 0
         while True:
-            self.wait(0.5)
+            self.wait(0.2)
             pool = self.ask(lambda: self.process.pool)
             if pool is None:
                 continue
-            kind = self.chance.choice(
-                ["checkpoint", "checkpoint", "rollback", "drop checkpoint", "drop branch", "pause", "version",
-                 "version", "retry", "drop", "snapshot", "acknowledge"]
-            )  # fmt: skip
+            kind = self.chance.choices(list(self.KINDS), list(self.KINDS.values()))[0]
             if kind == "checkpoint":
                 name = f"c{self.chance.randrange(6)}"
                 self.ask(lambda: pool.checkpoint(name), bad_input=True)  # noqa: B023

@@ -76,9 +76,9 @@ class World:
             Slot("collector", actors.Collector, 1),
             Slot("auditor", actors.Auditor, 1),
         ]
-        self._create()
 
-    def _create(self) -> None:
+    def create(self) -> None:
+        """Make the pool and its queue, without misfortunes."""
         header = PoolHeader(
             FORMAT_VERSION, f"{self.chance.getrandbits(128):032x}", "simulated", "local", "2026-01-01T00:00:00+00:00",
             "link" if self.settings.links else "rename",
@@ -279,6 +279,7 @@ def simulate(seed: int, listen: Callable[[str], Any] | None = None, settings: Se
     with small(chosen.limits):
         world = World(chosen, listen)
         try:
+            world.create()
             world.run()
         except Exception as error:
             where = "".join(traceback.format_exception(error)) if not isinstance(error, Violation) else str(error)
@@ -289,6 +290,12 @@ def simulate(seed: int, listen: Callable[[str], Any] | None = None, settings: Se
             ) from error
         counts = dict(sorted(world.book.counts.items()))
         return History(
-            seed, world.digest(), world.truth.seq, world.calls, world.accepted(), counts, world.truth.ghosts,
+            seed,
+            world.digest(),
+            world.truth.seq,
+            world.calls,
+            world.accepted(),
+            counts,
+            world.truth.ghosts,
             world.power_cuts,
-        )  # fmt: skip
+        )
