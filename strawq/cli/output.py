@@ -93,7 +93,8 @@ def size(count: int) -> str:
 
 
 def plural(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+    ending = "" if count == 1 else "es" if thing.endswith("ch") else "s"
+    return f"{count} {thing}{ending}"
 
 
 def progress(items: Iterable[T], total: int, what: str, start: int = 0) -> Iterator[T]:

@@ -169,7 +169,10 @@ def probe(
 
 @verb("inspect")
 def inspect(pool: PoolPath, queue: QueueName = "") -> Answer:
-    """Show what a pool holds: tasks, sessions, checkpoints, branches, objects. Counts are of one log position."""
+    """Show what a pool holds: tasks, sessions, checkpoints, branches, objects. Counts are of one log position.
+
+    Exit code 1 if an entry of the log is damaged: what is whole is shown, and the damage is named.
+    """
     import msgspec
 
     with opened(pool) as open_pool:
@@ -179,7 +182,7 @@ def inspect(pool: PoolPath, queue: QueueName = "") -> Answer:
         path = open_pool.path
     if queue:
         view = msgspec.structs.replace(view, queues={queue: view.queues[queue]})
-    return Answer(view, describe(view, path))
+    return Answer(view, describe(view, path), 1 if view.damage else 0)
 
 
 def describe(view: Inspection, path: str) -> str:
@@ -230,6 +233,7 @@ def describe(view: Inspection, path: str) -> str:
         f"objects: {plural(objects.files, 'file')}, {size(objects.bytes)}; in the log: {objects.inline}, "
         f"{size(objects.inline_bytes)}"
     )
+    parts += [f"damaged: {damage}" for damage in view.damage]
     return "\n\n".join(parts)
 
 

@@ -46,7 +46,7 @@ def work(
     max_context_tokens: Annotated[
         int, typer.Option("--max-context-tokens", help="Of prompt and answer (0: the engine's).")
     ] = 0,
-    temperature: Annotated[float, typer.Option("--temperature", help="As SGLang's.")] = 1.0,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="As SGLang's.")] = 1.0,
     top_p: Annotated[float, typer.Option("--top-p", help="As SGLang's.")] = 1.0,
     top_k: Annotated[int, typer.Option("--top-k", help="As SGLang's (-1: off).")] = -1,
     min_p: Annotated[float, typer.Option("--min-p", help="As SGLang's.")] = 0.0,
@@ -225,7 +225,7 @@ def _written(out: str, collect: Any) -> CollectSummary:
 
 
 def _collected(summary: CollectSummary) -> str:
-    text = f"{plural(summary.groups, 'group')} in {summary.batches} batches, {plural(summary.tokens, 'token')}"
+    text = f"{plural(summary.groups, 'group')} in {plural(summary.batches, 'batch')}, {plural(summary.tokens, 'token')}"
     return text + ("; the queue is used up" if summary.sealed else "")
 
 

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +187,19 @@ def test_a_signal_ends_a_command_with_one_line(number: int, code: int, word: str
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     process = start("submit", pool, fifo)
-    # Opening returns when the command has opened its end: from then on it waits for rows that never come.
-    with open(fifo, "wb"):
+    # The command has opened its end when ours can be opened: from then on it waits for rows that never come.
+    with os.fdopen(_open_for_reader(fifo, process), "wb"):
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (code, "", f"strawq: {word}\n")
+
+
+def _open_for_reader(fifo: Path, process: subprocess.Popen[str]) -> int:
+    while process.poll() is None:
+        try:
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            time.sleep(0.01)
+    pytest.fail(f"the command ended at its start: {process.communicate()}")
