@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 from strawq.core import events as e
 from strawq.core.apply_lifetime import APPLY_LIFETIME, Where, drop_pin
 from strawq.core.commands import ReportItem
-from strawq.core.state import Answered, Branch, Queue, QueueRow, State, task_key, task_order
+from strawq.core.state import Answered, Branch, Queue, QueueRow, State, task_order
 from strawq.limits import REQUESTS_KEPT
 from strawq.model import (
     UNVERSIONED,
@@ -120,33 +121,39 @@ def _sealed(state: State, event: e.Sealed, _seq: int, _where: Where) -> None:
 
 def _acquired(state: State, event: e.Acquired, _seq: int, _where: Where) -> None:
     queue = state.branch.queues[event.queue]
+    begun: dict[int, Submission] = {}
+    holds: Counter[str] = Counter()
     for key, attempt in event.leases:
-        task = queue.tasks.get(key) or _started(state, queue, key)
-        queue.tasks.put(key, replace(task, session=event.session, attempt=attempt))
-
-
-def _started(state: State, queue: Queue, key: str) -> Task:
-    """The task of a row that is leased for the first time."""
-    number, row = (int(word) for word in key.split("-"))
-    submission = queue.submissions[number]
-    part = Slice(submission.object, row, row + 1)
-    state.hold(part.object, 1)
-    if row + 1 < submission.end:
-        queue.submissions.put(number, replace(submission, next=row + 1))
-    else:
-        queue.submissions.drop(number)
-        state.hold(part.object, -1)
-    return Task(task_key(number, row), task_order(number, row), "fresh", (part,))
+        task = queue.tasks.get(key)
+        if task is not None:
+            queue.tasks.put(key, replace(task, session=event.session, attempt=attempt))
+            continue
+        # A row that is leased for the first time becomes a task.
+        number, row = map(int, key.split("-"))
+        submission = begun.get(number) or queue.submissions[number]
+        begun[number] = replace(submission, next=row + 1)
+        part = Slice(submission.object, row, row + 1)
+        holds[part.object] += 1
+        queue.tasks.put(
+            key, Task(key, task_order(number, row), "fresh", (part,), attempt=attempt, session=event.session)
+        )
+    for number, submission in begun.items():
+        if submission.next < submission.end:
+            queue.submissions.put(number, submission)
+        else:
+            queue.submissions.drop(number)
+            holds[submission.object] -= 1
+    state.hold_all(holds)
 
 
 def _reported(state: State, event: e.Reported, seq: int, where: Where) -> None:
     queue = state.branch.queues[event.queue]
     incoming = _incoming(event.objects, seq, where)
+    state.hold_all(Counter(part.object for item in event.items for part in item.parts), incoming)
     accepted = tokens = 0
     for item in event.items:
         task = queue.tasks[item.task]
         if item.parts:
-            state.hold_parts(item.parts, 1, incoming)
             task = _grown(task, item)
             tokens += item.tokens
         if item.outcome == "save":
@@ -195,13 +202,15 @@ def _batch_finished(state: State, event: e.BatchFinished, _seq: int, _where: Whe
     queue = state.branch.queues[event.queue]
     batch = queue.batches[batch_number(event.batch)]
     dropped = dict(event.dropped)
+    released: Counter[str] = Counter()
     for key in batch.tasks:
         task = queue.tasks[key]
-        state.hold_parts(task.parts, -1)
+        released.subtract(part.object for part in task.parts)
         if key in dropped:
             queue.end(task, "dropped", dropped[key])
         else:
             queue.end(task, "trained")
+    state.hold_all(released)
     queue.batches.drop(batch.number)
 
 

@@ -8,7 +8,7 @@ tables' watches and never stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, TypeVar
 
 import msgspec
@@ -291,6 +291,12 @@ class State:
             self.objects.put(digest, msgspec.structs.replace(row, count=count))
         else:
             self.objects.drop(digest)
+
+    def hold_all(self, counts: Mapping[str, int], incoming: dict[str, StoredObject] | None = None) -> None:
+        """As `hold` for each object, once: what one event refers to lies in few objects."""
+        for digest, by in counts.items():
+            if by:
+                self.hold(digest, by, incoming)
 
     def hold_parts(self, parts: Iterable[Slice], by: int, incoming: dict[str, StoredObject] | None = None) -> None:
         for part in parts:

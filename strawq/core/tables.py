@@ -69,12 +69,17 @@ class Table(Generic[K, V]):
         return (self._rows[key] for key in sorted(self._rows))
 
     def put(self, key: K, row: V) -> None:
-        self._journal.add(self._restore, key, self._rows.get(key))
-        self._restore(key, row)
+        old = self._rows.get(key)
+        self._journal.add(self._restore, key, old)
+        self._rows[key] = row
+        if self._watch is not None:
+            self._watch(old, row)
 
     def drop(self, key: K) -> None:
-        self._journal.add(self._restore, key, self._rows[key])
-        self._restore(key, None)
+        old = self._rows.pop(key)
+        self._journal.add(self._restore, key, old)
+        if self._watch is not None:
+            self._watch(old, None)
 
     def _restore(self, key: K, row: V | None) -> None:
         old = self._rows.get(key)

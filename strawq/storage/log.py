@@ -124,7 +124,8 @@ class CommitLog(Replay[M]):
         with self._line:
             tickets = self._next_group()
         try:
-            with self._advisory.held():
+            # Whoever waits folds what others commit: under the lock, only the newest entry is left to look at.
+            with self._advisory.held(self._catch_up):
                 fresh = not self._at_end or self._advisory.contended
                 if fresh:
                     self._catch_up()

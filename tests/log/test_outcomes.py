@@ -186,7 +186,7 @@ class _Calm:
     def lost_race(self) -> None:
         return None
 
-    def held(self) -> object:
+    def held(self, meanwhile: object = None) -> object:
         import contextlib
 
         return contextlib.nullcontext()

@@ -82,7 +82,10 @@ class FreeLock:
         self._until = self._clock.monotonic() + 0.2
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, meanwhile: Callable[[], None] | None = None) -> Iterator[None]:
+        """Whoever finds it taken (by lot) does what it would do while it waits."""
+        if meanwhile is not None and self.contended and self._clock.jitter() < 0.5:
+            meanwhile()
         yield
 
 
