@@ -246,8 +246,11 @@ class Queue:
         answer = self._leasing(command, self._batch)
         return Taken(answer.status, None, answer.detail) if isinstance(answer, e.Refusal) else Taken("taken", answer)
 
-    def _batch(self, machine: Machine, event: e.BatchTaken) -> Batch:
+    def _batch(self, machine: Machine, event: e.BatchTaken) -> Batch | e.Refusal:
         state = machine.state
+        held = state.branch.queues[self.name].batches.get(event.number)
+        if held is None or (held.session, held.attempt) != (event.session, event.attempt):
+            return e.Refusal("empty", f"this request took batch {event.batch}, which has ended or is another's by now")
         tasks = state.branch.queues[self.name].tasks
         groups = tuple(_held(state, task) for task in map(tasks.get, event.tasks) if task is not None)
         return Batch(

@@ -8,7 +8,7 @@ from typing import Any
 import blake3
 import msgspec
 
-from strawq.core.commands import AnyCommand, MoveObjects, Report, Submit
+from strawq.core.commands import AnyCommand, MoveObjects, QueueCommand, Report, Submit, TakeCheckpoint
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -19,8 +19,9 @@ def content_digest(command: AnyCommand) -> str:
     changes: dict[str, Any] = {"request": ""}
     if isinstance(command, (Submit, Report, MoveObjects)):
         changes["objects"] = tuple(msgspec.structs.replace(ref, epoch=0) for ref in command.objects)
-    if isinstance(command, Submit):
+    if isinstance(command, (QueueCommand, TakeCheckpoint)):
+        # Where it was asked. On a branch that goes on from there its answer is remembered, and still true.
         changes["branch"] = ""
-    elif isinstance(getattr(command, "session", None), str):
+    if isinstance(getattr(command, "session", None), str):
         changes["session"] = ""
     return blake3.blake3(_encoder.encode(msgspec.structs.replace(command, **changes))).hexdigest(8)

@@ -342,3 +342,24 @@ def test_opening_reads_what_is_live_not_what_has_happened(monkeypatch: pytest.Mo
     files = world.files()
     world.process(files=files).inspect()
     assert files.counts["read"] < 150
+
+
+def test_a_request_asked_again_on_the_branch_that_goes_on_gets_its_answer() -> None:
+    """The caller names no branch: that it moved meanwhile does not make it another request."""
+    world = World()
+    pool = world.process()
+    pool.queue().submit(prompts(3))
+    taken = pool.queue().acquire(1, request_id="lease")
+    finish_one(pool.queue())
+    pool.queue().yield_(pool.queue().open(taken.leases[0]))
+    batch = pool.queue().take_batch(1, request_id="batch").batch
+    assert batch is not None
+    assert pool.queue().take_batch(1, request_id="batch").batch == batch
+    pool.checkpoint("here")
+    pool.rollback("here")
+    assert len(pool.queue().acquire(1, request_id="lease")) == 0, "what it got is not its any more"
+    again = pool.queue().take_batch(1, request_id="batch")
+    assert again.batch is None, "a batch that is not ours is not handed out as if it were"
+    redelivered = pool.queue().take_batch(1).batch
+    assert redelivered is not None
+    assert redelivered.delivery == 2
