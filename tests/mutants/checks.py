@@ -26,7 +26,7 @@ from strawq.testing.worlds import World
 Check = Callable[[], object]
 
 
-def seeds(*numbers: int) -> Check:
+def seeds(numbers: range) -> Check:
     def run() -> None:
         logging.disable(logging.CRITICAL)
         try:
@@ -35,7 +35,7 @@ def seeds(*numbers: int) -> Check:
         finally:
             logging.disable(logging.NOTSET)
 
-    run.__name__ = f"simulation seed{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+    run.__name__ = f"the simulation, seeds {numbers.start} to {numbers.stop - 1}"
     return run
 
 

@@ -46,6 +46,14 @@ class Slot:
     again_at: float = 0.0
 
 
+class Weather:
+    """Who owns the misfortunes; they end when it does."""
+
+    def __init__(self) -> None:
+        self.dead = False
+        self.frozen_until = 0.0
+
+
 class World:
     """All that there is in one run. `trace` keeps the newest lines; `say` and `note` feed the digest of the history."""
 
@@ -241,12 +249,12 @@ class World:
     # The run.
 
     def run(self) -> None:
-        chaos = self.scheduler.spawn("chaos", self.chaos)
-        supervisor = self.scheduler.spawn("supervisor", self.supervise)
+        weather = Weather()
+        self.scheduler.spawn("chaos", self.chaos, weather)
+        self.scheduler.spawn("supervisor", self.supervise, weather)
         try:
             self.scheduler.run(self.settings.duration_s)
-            for strand in (chaos, supervisor):
-                self.scheduler.strands.pop(strand)
+            self.scheduler.died(weather)
             self.finish()
         finally:
             self.memory.truth = None
