@@ -75,13 +75,26 @@ class Size(NamedTuple):
     batches: int
     history: int
     long_history: int
+    million: bool
     seconds: float
     samples: int
     tokens: int
 
 
-FULL = Size(rounds=5, tasks=60, batches=10, history=2000, long_history=100_000, seconds=3.0, samples=4, tokens=8192)
-QUICK = Size(rounds=1, tasks=10, batches=1, history=128, long_history=0, seconds=0.5, samples=1, tokens=1024)
+FULL = Size(
+    rounds=5,
+    tasks=60,
+    batches=10,
+    history=2000,
+    long_history=100_000,
+    million=False,
+    seconds=3.0,
+    samples=4,
+    tokens=8192,
+)
+QUICK = Size(
+    rounds=1, tasks=10, batches=1, history=128, long_history=0, million=False, seconds=0.5, samples=1, tokens=1024
+)
 
 
 def compare(size: Size, strawq: Side, peer: Side | None, say: Any) -> dict[str, Any]:
@@ -144,6 +157,10 @@ def measure_alone(size: Size, directory: Path, strawq: Side, say: Any) -> dict[s
             times = [strawq.ask("reopen") for _ in range(max(3, size.rounds))]
             report["reopen_s_at_100k_history"] = statistics.median(times)
             calls[str(size.long_history)] = side.ask("file_calls", path=str(history), tasks=20)
+        if size.million:
+            say("1000000 tasks of history")
+            strawq.ask("grow_history", tasks=1_000_000, to=size.long_history or size.history)
+            calls["1000000"] = side.ask("file_calls", path=str(history), tasks=20)
         report["file_calls_per_task"] = {length: sum(counts.values()) for length, counts in calls.items()}
     report["import_s"] = statistics.median(_import_seconds() for _ in range(max(3, size.rounds)))
     return report
@@ -278,11 +295,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help=f"default: {FULL.rounds}")
     parser.add_argument("--history", type=int, help=f"tasks behind reopen_s, on both sides; default: {FULL.history}")
     parser.add_argument("--quick", action="store_true", help="see that it works: one small round, no 100k history")
+    parser.add_argument("--million", action="store_true", help="count file calls after 1,000,000 tasks too (minutes)")
     parser.add_argument("--compare-only", action="store_true", help="leave out what strawq is measured at alone")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options = parser.parse_args()
     size = QUICK if options.quick else FULL
-    size = size._replace(rounds=options.rounds or size.rounds, history=options.history or size.history)
+    size = size._replace(
+        rounds=options.rounds or size.rounds, history=options.history or size.history, million=options.million
+    )
     try:
         report = rounded(
             run(
