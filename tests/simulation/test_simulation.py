@@ -12,7 +12,7 @@ import pytest
 
 from strawq.testing.simulation import simulate
 
-SLICES, SEEDS_PER_SLICE = 8, 8
+SLICES, SEEDS_PER_SLICE = 8, 6
 
 
 @pytest.fixture(autouse=True)
@@ -73,5 +73,7 @@ def test_a_slice_walks_every_path() -> None:
         "Trimmed",
         "ObjectsMoved",
         "FailedRetried",
+        "Pinned",
+        "Unpinned",
     } <= happened
     assert sum(history.power_cuts for history in histories) > 0

@@ -46,7 +46,7 @@ class Actor:
     def request(self) -> str:
         return f"r-{self.chance.getrandbits(64):016x}"
 
-    def ask(self, call: Callable[[], T], bad_input: bool = False) -> T | None:
+    def ask(self, call: Callable[[], T], bad_input: bool = False, gone: bool = False) -> T | None:
         """What `call` answers; None if it was refused or given up."""
         for _ in range(_ASK_TRIES):
             self.process.must_live()
@@ -64,6 +64,8 @@ class Actor:
                 raise Violation(f"{self.process.name} asked for nothing wrong and was refused: {error}") from error
             except (Damaged, Gone) as error:
                 self.process.must_live()
+                if isinstance(error, Gone) and gone:
+                    return None
                 if not self.process.stormy:
                     raise Violation(f"{self.process.name} was told of damage that is not there: {error}") from error
             except StrawqError:
@@ -213,6 +215,7 @@ class Trainer(Actor):
     """Takes batches, reads every group, finishes or returns them, or dies with them."""
 
     consumer = "trainer"
+    texts: dict[str, Note]
 
     def run(self) -> None:
         while True:
@@ -227,10 +230,40 @@ class Trainer(Actor):
             return False
         for held in batch.groups:
             self.read(held, lambda: self.holds(batch))
+        pinned = self.chance.random() < 0.3 and self.pin(batch)
         if finishing < 1:
             self.wait(0.3)
         self.end(batch, finishing)
+        if pinned:
+            self.wait(0.5)
+            self.read_pinned(batch)
         return True
+
+    def pin(self, batch: Batch) -> bool:
+        """Keep the batch's data beyond its end, for as long as this session lives."""
+        self.texts = {held.task.id: self.book.line.notes[held.task.id] for held in batch.groups if self.holds(batch)}
+        self.texts = {task: Note(note.group_id, tokens=note.tokens) for task, note in self.texts.items()}
+        self.ask(lambda: self.process.pool.pin(batch.id, batch.groups), bad_input=True, gone=True)
+        return batch.id in self.pins() and len(self.texts) == len(batch.groups)
+
+    def pins(self) -> set[str]:
+        pins = self.world.truth.state.pins
+        return {pin.name for pin in pins.values() if pin.session == self.process.pool.keeper.current}
+
+    def read_pinned(self, batch: Batch) -> None:
+        """Whatever has become of the batch meanwhile: what is pinned is there."""
+        for held in batch.groups:
+            if batch.id not in self.pins():
+                return
+            try:
+                group = in_memory(self.process.pool.payloads.load(held))
+            except StrawqError as error:
+                self.process.must_live()
+                gone = isinstance(error, Damaged | Gone) and batch.id in self.pins() and not self.process.stormy
+                require(not gone, f"{self.process.name} cannot read pinned task {held.task.id}: {error}")
+                continue
+            self.check(group, held.task.id, self.texts[held.task.id])
+        self.ask(lambda: self.process.pool.unpin(batch.id))
 
     def holds(self, batch: Batch) -> bool:
         parcel = self.book.line.parcels.get(batch.id)

@@ -106,6 +106,10 @@ class Truth:
             self.sound()
 
     def _objects(self, seq: int, event: e.AnyEvent) -> None:
+        if isinstance(event, e.Pinned):
+            missing = [digest for digest in event.objects if digest not in self.state.objects]
+            require(not missing, f"entry {seq} pins objects that nothing reaches: {missing}")
+            return
         for ref in getattr(event, "objects", ()):
             known = self.state.objects.get(ref.digest)
             if ref.epoch == 0:
