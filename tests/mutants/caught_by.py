@@ -54,7 +54,7 @@ CAUGHT_BY: dict[str, Check] = {
         outcomes.test_nothing_is_published_behind_an_entry_that_a_power_cut_can_take
     ),
     "answers from entries that are not durable": SLICE,
-    "snapshot before its entries are durable": SLICE,
+    "snapshot before its entries are durable": checks.a_snapshot_stands_on_entries_that_a_power_cut_leaves,
     "not decided again after a lost race": given(races.test_the_loser_of_a_race_decides_again_on_what_the_winner_did),
     "undo left out after a lost race": SLICE,
     "a failed look at the floor says that nothing happened": given(

@@ -12,13 +12,14 @@ import pytest
 
 from strawq.core import commands as c
 from strawq.core.commands import ReportItem
-from strawq.errors import BranchMoved, Damaged, Fenced
+from strawq.errors import BranchMoved, Damaged, Fenced, OutcomeUnknown
 from strawq.garbage import collect_garbage
 from strawq.model import VersionSpan
 from strawq.payloads import Payloads
 from strawq.pool import Pool
 from strawq.queue import Queue, Work
 from strawq.samples import Group, Prompt, Sample
+from strawq.storage import layout
 from strawq.storage.faulty import Crash, FaultPlan, FaultyFiles
 from strawq.testing.simulation import simulate
 from strawq.testing.worlds import World
@@ -233,3 +234,26 @@ def an_observer_that_slept_takes_nobody_for_dead() -> None:
     observer.keeper.round()
     world.clock.sleep(1000)
     assert observer.keeper.round() == []
+
+
+def a_snapshot_stands_on_entries_that_a_power_cut_leaves() -> None:
+    world = World()
+    writer, other = world.process(), world.process()
+    queue, files = writer.queue(), _files(writer)
+    other.queue()
+
+    def fail(moment: str, kind: str, path: str) -> None:
+        if kind == "sync_directory" and path.startswith("log/"):
+            raise OSError(errno.EIO, "failed")
+
+    def arm(moment: str, kind: str, path: str) -> None:
+        if moment == "after" and kind == "publish" and path.startswith("log/"):
+            files.hook = fail
+
+    files.hook = arm
+    with pytest.raises(OutcomeUnknown):
+        queue.submit(_prompts(1))
+    seq = other.snapshot()
+    _files(other).power_cut("drop")
+    assert layout.snapshot(seq).rpartition("/")[2] in world.memory.names(layout.SNAPSHOTS)
+    world.memory.read(layout.entry(seq))
