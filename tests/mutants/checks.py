@@ -256,4 +256,5 @@ def a_snapshot_stands_on_entries_that_a_power_cut_leaves() -> None:
     seq = other.snapshot()
     _files(other).power_cut("drop")
     assert layout.snapshot(seq).rpartition("/")[2] in world.memory.names(layout.SNAPSHOTS)
-    world.memory.read(layout.entry(seq))
+    directory, _, name = layout.entry(seq).rpartition("/")
+    assert name in world.memory.names(directory)
