@@ -17,6 +17,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
+from zlib import crc32
 
 import msgspec
 
@@ -30,7 +31,7 @@ from strawq.storage.entry import EntryLine, encode_entry
 from strawq.storage.failure import storage_failed
 from strawq.storage.files import Buffer
 from strawq.storage.replay import M, Replay
-from strawq.storage.snapshots import encode_snapshot
+from strawq.storage.snapshots import encode_snapshot, snapshot_numbers
 from strawq.storage.staging import Staging
 
 Published = Outcome | Literal["ghost"]
@@ -354,8 +355,15 @@ class CommitLog(Replay[M]):
 
     def _snapshot_if_due(self) -> None:
         behind = self.machine.seq - self.snapshot_seq
-        if behind >= SNAPSHOT_ENTRIES and self._bytes_since >= self._snapshot_bytes:
+        # Processes that work together would all be due at the same entry: each waits a little longer, by its identity,
+        # and looks for what another has written meanwhile.
+        patience = crc32(self.staging.instance.encode()) % (SNAPSHOT_ENTRIES // 4 + 1)
+        if behind >= SNAPSHOT_ENTRIES + patience and self._bytes_since >= self._snapshot_bytes:
             try:
+                newest = next(iter(snapshot_numbers(self.files)), 0)
+                if newest > self.snapshot_seq:
+                    self.snapshot_seq = newest
+                    return
                 self._write_snapshot()
             except (OSError, StrawqError):
                 # Work goes on without it; the next commit tries again after as many entries.

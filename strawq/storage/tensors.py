@@ -42,9 +42,9 @@ _HEADER_GUESS_BYTES = 16 << 10
 _READ_BYTES = 4 * CHUNK_BYTES
 """One read: large beside the call that makes it, and small enough to stay in a core's cache between reading, hashing
 and widening."""
-_READERS = min(4, (os.cpu_count() or 1) + 1)
+_READERS = min(8, 4 * (os.cpu_count() or 1))
 """Threads that read one large tensor, the caller's own among them: reading, hashing and widening all let go of the
-interpreter. A network mount answers several requests at once, so one more than there are cores helps."""
+interpreter. A network mount answers several requests at once, so more than there are cores help."""
 
 
 class PackReader:
