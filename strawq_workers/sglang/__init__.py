@@ -5,8 +5,9 @@
 pure; `transport`, `client` and `fleet` talk to the network.
 """
 
-from strawq_workers.sglang.client import EngineClient, PauseMode, StopSignal
+from strawq_workers.sglang.client import EngineClient, PauseMode
 from strawq_workers.sglang.fleet import Fleet
+from strawq_workers.sglang.flight import StopSignal
 from strawq_workers.sglang.options import EngineOptions
 from strawq_workers.sglang.segment import FinishReason, Segment
 from strawq_workers.sglang.wire import GenerateRequest, ModelShape, Sampling

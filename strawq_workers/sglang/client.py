@@ -15,17 +15,18 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
 
 from strawq.errors import BadInput, EngineUnavailable, StrawqError, TryAgain
+from strawq_workers.sglang.flight import Flight, StopSignal, wait_any
 from strawq_workers.sglang.info import Loads, ModelInfo, ServerInfo, config_beside, decode_info, shape_from
 from strawq_workers.sglang.options import EngineOptions
 from strawq_workers.sglang.refusal import refusal_in_stream
 from strawq_workers.sglang.segment import Segment, empty_segment, segment_of, segment_of_cut
-from strawq_workers.sglang.stream import Accumulator, FrameParser
+from strawq_workers.sglang.stream import FrameParser
 from strawq_workers.sglang.transport import Transport
 from strawq_workers.sglang.wire import Chunk, GenerateRequest, ModelShape, check_request, decode_chunk, encode_request
 
@@ -40,32 +41,6 @@ HELD_KEPT = 4096
 CHASES = 3
 DECODE_IN_THREAD_BYTES = 1 << 20
 """Bodies above this are decoded in a thread: the event loop has heartbeats to serve."""
-
-
-class StopSignal(Protocol):
-    """What ends a request early: an `asyncio.Event`, or several of them taken together."""
-
-    def is_set(self) -> bool: ...
-
-    async def wait(self) -> object: ...
-
-
-class Flight:
-    """One attempt on the wire, sent to a paused engine if `at_door`. `received` grows with every byte read, `failure`
-    says why it was given up."""
-
-    def __init__(self, rid: str, what: str, *, at_door: bool) -> None:
-        self.rid = rid
-        self.at_door = at_door
-        self.answer = Accumulator(what=what)
-        self.received = 0
-        self.failure: EngineUnavailable | None = None
-        self.sending: asyncio.Task[None]
-
-    def give_up(self, failure: EngineUnavailable | None) -> None:
-        """Closes the connection; with `failure` None the request ends as an abort."""
-        self.failure = failure
-        self.sending.cancel()
 
 
 class EngineClient:
@@ -370,7 +345,7 @@ class EngineClient:
                 if wait_idle:
                     raise late
                 return
-            await _wait_any([flight.sending for flight in pending], self.options.abort_poll_s)
+            await wait_any([flight.sending for flight in pending], self.options.abort_poll_s)
 
     def _abort_later(self, rid: str) -> None:
         """Tells the engine in the background that nobody waits for `rid` any more; a whole answer's broken connection
@@ -454,8 +429,8 @@ class EngineClient:
         flights = list(self._flights.values())
         for flight in flights:
             flight.give_up(EngineUnavailable(f"the client of {self.url} was closed"))
-        await _wait_any([flight.sending for flight in flights], self.options.probe_timeout_s, every=True)
-        await _wait_any(list(self._errands), self.options.probe_timeout_s, every=True)
+        await wait_any([flight.sending for flight in flights], self.options.probe_timeout_s, every=True)
+        await wait_any(list(self._errands), self.options.probe_timeout_s, every=True)
         await self.transport.close()
 
 
@@ -463,11 +438,3 @@ async def _decode(payload: bytes | bytearray, *, what: str) -> Chunk:
     if len(payload) > DECODE_IN_THREAD_BYTES:
         return await asyncio.to_thread(decode_chunk, payload, what=what)
     return decode_chunk(payload, what=what)
-
-
-async def _wait_any(tasks: Sequence[asyncio.Task[None]], seconds: float, *, every: bool = False) -> None:
-    if not tasks:
-        if not every:
-            await asyncio.sleep(seconds)
-        return
-    await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.ALL_COMPLETED if every else asyncio.FIRST_COMPLETED)

@@ -19,47 +19,18 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from strawq.errors import BadInput, EngineUnavailable, StrawqError
-from strawq_workers.sglang.client import EngineClient, PauseMode, StopSignal
-from strawq_workers.sglang.info import decode_info
+from strawq_workers.sglang.client import EngineClient, PauseMode
+from strawq_workers.sglang.flight import AnyOf, StopSignal, sleep_or
+from strawq_workers.sglang.info import RouterWorker, RouterWorkers, decode_info
 from strawq_workers.sglang.options import EngineOptions
 from strawq_workers.sglang.segment import Segment, empty_segment
 from strawq_workers.sglang.transport import Transport
 from strawq_workers.sglang.wire import GenerateRequest, ModelShape, Sampling, check_request
 
 log = logging.getLogger("strawq.engines")
-
-
-class RouterWorker(msgspec.Struct, frozen=True):
-    url: str
-    is_healthy: bool = True
-
-
-class RouterWorkers(msgspec.Struct, frozen=True):
-    """`GET /workers` of sglang-router. An engine answers 404 there, which is how the two are told apart."""
-
-    workers: list[RouterWorker]
-
-
-class AnyOf:
-    """A stop signal that is set when one of several is."""
-
-    def __init__(self, *signals: StopSignal) -> None:
-        self._signals = signals
-
-    def is_set(self) -> bool:
-        return any(signal.is_set() for signal in self._signals)
-
-    async def wait(self) -> None:
-        tasks = [asyncio.ensure_future(signal.wait()) for signal in self._signals]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
 
 
 class Fleet:
@@ -208,7 +179,7 @@ class Fleet:
 
     async def _watch(self, engine: EngineClient) -> None:
         while not self._closed:
-            await _sleep_or(engine.doubted, self.options.probe_interval_s)
+            await sleep_or(engine.doubted, self.options.probe_interval_s)
             if engine.doubted.is_set():
                 await asyncio.sleep(self.options.backoff_s * (0.5 + random.random() / 2))
             engine.doubted.clear()
@@ -298,7 +269,7 @@ class Fleet:
             finally:
                 engine.claimed -= 1
                 self._wake(1)
-            await _sleep_or(stop, delay * (0.5 + random.random() / 2))
+            await sleep_or(stop, delay * (0.5 + random.random() / 2))
             delay = min(2 * delay, self.options.backoff_max_s)
 
     async def _claim(self, request: GenerateRequest, stop: StopSignal, end: float) -> EngineClient | None:
@@ -423,12 +394,3 @@ class Fleet:
 def _pressure(engine: EngineClient) -> int:
     others = 0 if engine.load is None else max(0, engine.load.running + engine.load.waiting - engine.claimed)
     return engine.claimed + others
-
-
-async def _sleep_or(stop: StopSignal, seconds: float) -> None:
-    """Not `wait_for`: before Python 3.12 it loses a cancellation that meets the end of the wait."""
-    stopping = asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({stopping}, timeout=seconds)
-    finally:
-        stopping.cancel()

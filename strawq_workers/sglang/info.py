@@ -70,6 +70,17 @@ class Loads(msgspec.Struct, frozen=True):
         return self.running == 0 and self.waiting == 0
 
 
+class RouterWorker(msgspec.Struct, frozen=True):
+    url: str
+    is_healthy: bool = True
+
+
+class RouterWorkers(msgspec.Struct, frozen=True):
+    """`GET /workers` of sglang-router. An engine answers 404 there, which is how the two are told apart."""
+
+    workers: list[RouterWorker]
+
+
 def decode_info(body: bytes, kind: type[S], *, what: str) -> S:
     """A control answer as `kind`. `Misaligned` for a missing or wrong field, `EngineUnavailable` if it is not JSON."""
     try:

@@ -19,7 +19,7 @@ from strawq.handles import Lease
 from strawq.queue import Change, Work
 from strawq.samples import Group, Int32, Prompt, Sample, token_count
 from strawq_workers.filters import DynamicFilterOutput
-from strawq_workers.sglang.fleet import AnyOf
+from strawq_workers.sglang.flight import AnyOf
 from strawq_workers.sglang.segment import Segment
 from strawq_workers.sglang.wire import GenerateRequest
 from strawq_workers.worker.generation import check_prefix, finished, next_step, take_segment
