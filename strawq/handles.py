@@ -55,7 +55,8 @@ class Submitted(msgspec.Struct, frozen=True):
 
 class Reported(msgspec.Struct, frozen=True):
     """Receipt of a report. `accepted` counted now, `repeated` had counted before; `stale` and `conflict` did not
-    count: drop that work (a lease that was still ours is given back). `dead` are those of the failed tasks that have become dead letters."""
+    count: drop that work (a lease that was still ours is given back). `dead` are those of the failed tasks that have
+    become dead letters."""
 
     accepted: tuple[str, ...]
     repeated: tuple[str, ...] = ()
