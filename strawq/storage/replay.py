@@ -105,14 +105,25 @@ class Replay(Generic[M]):
             if not self._loaded:
                 with file_calls("read", "the newest snapshot"):
                     self._load()
-            while (entry := self._next_entry()) is not None:
-                self._fold(entry)
+            damage = self._fold_following()
             if not self._below_floor(self.machine.seq):
+                if damage is not None:
+                    raise damage
                 self._at_end = True
                 return
             self._loaded = False
             self._clock.sleep(0.01 + 0.1 * self._clock.jitter())
         raise StorageFailed("the log was trimmed past every snapshot that a listing shows; run `strawq verify`")
+
+    def _fold_following(self) -> Damaged | None:
+        """Fold every entry that follows. Damage is only believed above the floor: below it we may stand on a ghost,
+        which no true entry follows."""
+        try:
+            while (entry := self._next_entry()) is not None:
+                self._fold(entry)
+        except Damaged as error:
+            return error
+        return None
 
     def _next_entry(self) -> Entry | None:
         """The entry after the newest that is folded; one that a repair has declared void is passed over."""

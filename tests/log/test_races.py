@@ -363,3 +363,37 @@ def test_a_request_asked_again_on_the_branch_that_goes_on_gets_its_answer() -> N
     redelivered = pool.queue().take_batch(1).batch
     assert redelivered is not None
     assert redelivered.delivery == 2
+
+
+def test_a_reader_that_stands_on_a_ghost_does_not_take_the_true_history_for_damage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ghost lies right below the floor, and the entry at the floor names another one before it."""
+    monkeypatch.setattr("strawq.trimming.ENTRIES_PER_SEGMENT", 1)
+    world = World()
+    sleeper, reader, other = world.process(), world.process(), world.process()
+    queue = sleeper.queue()
+    reader.queue()
+    files = sleeper.files
+    assert isinstance(files, FaultyFiles)
+
+    def asleep(moment: str, kind: str, path: str) -> None:
+        if moment == "before" and kind == "publish" and path.startswith("log/"):
+            files.hook = killed
+            other.queue().submit(prompts(1))
+            other.snapshot()
+            other.queue().submit(prompts(1))
+            trim_log(other, keep_entries=0, snapshots_kept=1)
+
+    def killed(moment: str, kind: str, path: str) -> None:
+        if moment == "after" and kind == "publish" and path.startswith("log/"):
+            files.dead = True
+            raise Crash("it leaves its ghost")
+
+    files.hook = asleep
+    ghost = sleeper.log.machine.seq + 1
+    with pytest.raises(Crash):
+        queue.submit(prompts(5))
+    world.memory.read(layout.entry(ghost))
+    assert reader.queue().counts().total == 2
+    assert dump(reader) == dump(other)
