@@ -17,6 +17,9 @@ CAUGHT_BY: dict[str, Check] = {
         races.test_a_writer_that_slept_through_trims_removes_its_ghost_and_commits_once
     ),
     "no floor check by readers": patched(races.test_a_reader_with_an_old_state_does_not_take_a_trimmed_log_for_its_end),
+    "damage is believed below the floor": patched(
+        races.test_a_reader_that_stands_on_a_ghost_does_not_take_the_true_history_for_damage
+    ),
     "floor written after the first deletion": SLICE,
     "floor before the snapshot is durable": SLICE,
     "own-entry check left out": checks.a_lost_reply_is_no_lost_race,

@@ -83,6 +83,8 @@ MUTANTS = (
         (LOG + "_publish", "below = self._below_floor(seq)", "below = False")),
     _mutant("no floor check by readers", "a trimmed log is taken for its end",
         (REPLAY + "Replay._catch_up", "if not self._below_floor(self.machine.seq):", "if True:")),
+    _mutant("damage is believed below the floor", "a reader that stands on a ghost takes the true history for damage",
+        (REPLAY + "Replay._fold_following", "return error", "raise error")),
     _mutant("floor written after the first deletion", "a number is free before anybody can know why",
         (TRIM + "trim_log", "floor = _announce(pool, floor)",
          "remove_entries(pool, floor); floor = _announce(pool, floor)")),
