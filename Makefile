@@ -8,13 +8,11 @@ ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
-SGLANG_CPU := tools/sglang_cpu
 
 KEY := $(shell sed '/^. ---- tools ----/q' pyproject.toml | cksum | cut -d' ' -f1)
 CORE := $(VENV)/.strawq-core-$(KEY)
 DEV := $(VENV)/.strawq-dev-$(KEY)
 BENCH := $(VENV)/.strawq-bench-$(KEY)
-SGLANG := $(SGLANG_VENV)/.strawq-engine-$(shell cat $(SGLANG_CPU)/requirements*.txt 2>/dev/null | cksum | cut -d' ' -f1)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # An exported PYTHONPATH or PYTHONHOME would put other code before the environment's own.
@@ -55,8 +53,8 @@ campaign: $(DEV) ## 10,000 seeds of the simulation (ARGS goes to tools.campaign)
 	$(PY) -m tools.campaign $(ARGS)
 	$(PY) -m pytest -m campaign
 
-test-sglang: $(DEV) $(SGLANG) ## tests against a real SGLang engine on the CPU (2.6 GB, own environment)
-	STRAWQ_SGLANG_PYTHON="$(abspath $(SGLANG_VENV)/bin/python)" $(PY) -m pytest -m sglang $(ARGS)
+test-sglang: $(DEV) ## tests against a real SGLang engine on the CPU (2.6 GB, own environment)
+	STRAWQ_SGLANG_VENV="$(abspath $(SGLANG_VENV))" $(PY) tools/sglang_cpu/run.py $(ARGS)
 
 clean: ## remove builds and caches; the environments (.venv, .venv-sglang) stay
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -93,10 +91,3 @@ $(BENCH): | $(VENV)/bin/pip
 	@$(PY) -m pip install --quiet 'pip>=21.3'
 	@$(PY) -m pip install --quiet --editable '.[bench]'
 	@touch $(CORE) $@
-
-$(SGLANG): | $(SGLANG_VENV)/bin/pip
-	@[ -f $(SGLANG_CPU)/requirements.txt ] || { echo "strawq: $(SGLANG_CPU)/requirements.txt is missing" >&2; exit 1; }
-	@echo "installing SGLang for the CPU into $(SGLANG_VENV) (2.6 GB: this takes minutes)"
-	@$(SGLANG_VENV)/bin/python -m pip install --quiet -r $(SGLANG_CPU)/requirements.txt
-	@$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps -r $(SGLANG_CPU)/requirements-no-deps.txt
-	@touch $@
