@@ -22,6 +22,8 @@ UNKNOWN_TRIES = 8
 """Times a publish whose reply was lost is asked about again."""
 SNAPSHOT_ENTRIES = 512
 """A snapshot is due after so many entries, and not before the entries outweigh it."""
+SNAPSHOT_AT_STOP = 64
+"""A clean stop writes a snapshot if the newest one is older than so many entries."""
 SNAPSHOTS_KEPT = 3
 TRIM_ENTRIES = 2 * ENTRIES_PER_SEGMENT
 """Entries behind the newest snapshot that stay readable as history."""

@@ -173,3 +173,4 @@ class SessionKeeper:
                 self._log.commit(Leave(request=f"leave-{session}", session=session))
                 self.current = ""
                 self._forget_file(session)
+        self._log.snapshot_for_next()

@@ -88,18 +88,15 @@ class CommitLock:
         end = self._clock.monotonic() + _WAIT_SECONDS
         pause = _POLL_SECONDS_MIN
         while True:
-            asked = self._clock.monotonic()
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                if asked >= end:
+                if self._clock.monotonic() >= end:
                     return
             except OSError:
                 return
             if meanwhile is not None:
                 meanwhile()
-            # On a slow mount, look a third of the time at most.
-            took = self._clock.monotonic() - asked
-            self._clock.sleep(max(pause, 2 * took) * (0.5 + self._clock.jitter()))
+            self._clock.sleep(pause * (0.5 + self._clock.jitter()))
             pause = min(1.5 * pause, _POLL_SECONDS_MAX)

@@ -22,7 +22,7 @@ from zlib import crc32
 import msgspec
 
 from strawq.errors import Contended, Damaged, OutcomeUnknown, StrawqError
-from strawq.limits import COMMANDS_PER_ENTRY, COMMIT_TRIES, ENTRY_INLINE_BYTES, SNAPSHOT_ENTRIES
+from strawq.limits import COMMANDS_PER_ENTRY, COMMIT_TRIES, ENTRY_INLINE_BYTES, SNAPSHOT_AT_STOP, SNAPSHOT_ENTRIES
 from strawq.storage import layout
 from strawq.storage.appending import Appender, Outcome
 from strawq.storage.clock import Clock
@@ -354,20 +354,28 @@ class CommitLog(Replay[M]):
     # Snapshots.
 
     def _snapshot_if_due(self) -> None:
-        behind = self.machine.seq - self.snapshot_seq
-        # Processes that work together would all be due at the same entry: each waits a little longer, by its identity,
-        # and looks for what another has written meanwhile.
+        # Processes that work together would all be due at the same entry: each waits a little longer, by its identity.
         patience = crc32(self.staging.instance.encode()) % (SNAPSHOT_ENTRIES // 4 + 1)
-        if behind >= SNAPSHOT_ENTRIES + patience and self._bytes_since >= self._snapshot_bytes:
-            try:
-                newest = next(iter(snapshot_numbers(self.files)), 0)
-                if newest > self.snapshot_seq:
-                    self.snapshot_seq = newest
-                    return
+        if self._bytes_since >= self._snapshot_bytes:
+            self._snapshot_if_behind(SNAPSHOT_ENTRIES + patience)
+
+    def snapshot_for_next(self) -> None:
+        """At a clean stop: spare whoever opens the pool next the entries since the last snapshot, if they are many."""
+        with self._lead:
+            if self.commits:
+                self._snapshot_if_behind(SNAPSHOT_AT_STOP)
+
+    def _snapshot_if_behind(self, entries: int) -> None:
+        if self.machine.seq - self.snapshot_seq < entries:
+            return
+        try:
+            # Another process may have written one meanwhile.
+            self.snapshot_seq = max(self.snapshot_seq, next(iter(snapshot_numbers(self.files)), 0))
+            if self.machine.seq - self.snapshot_seq >= entries:
                 self._write_snapshot()
-            except (OSError, StrawqError):
-                # Work goes on without it; the next commit tries again after as many entries.
-                self.snapshot_seq = self.machine.seq
+        except (OSError, StrawqError):
+            # Work goes on without it; the next commit tries again after as many entries.
+            self.snapshot_seq = self.machine.seq
 
     def snapshot(self) -> int:
         """Write the snapshot of the newest entry, durably; return its number."""
