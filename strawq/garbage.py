@@ -21,8 +21,9 @@ import msgspec
 from strawq.core import commands as c
 from strawq.core.machine import Machine
 from strawq.core.state import State
+from strawq.errors import StorageFailed
 from strawq.storage import layout
-from strawq.storage.failure import file_calls
+from strawq.storage.failure import file_calls, storage_failed
 from strawq.storage.sealed import Unsealed, seal, unseal
 from strawq.storage.sessions import read_beat
 
@@ -55,7 +56,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Collected(msgspec.Struct, frozen=True):
-    """What a run removed. `unknown` are names that strawq did not write: they are left and reported."""
+    """What a run removed. `unknown` are names that strawq did not write: they are left and reported. `unfinished` says
+    what a full disk did not allow."""
 
     files: int
     bytes: int
@@ -64,6 +66,7 @@ class Collected(msgspec.Struct, frozen=True):
     kept_files: int
     kept_bytes: int
     closed_epoch: int
+    unfinished: tuple[str, ...] = ()
 
 
 class _Reachable(msgspec.Struct, frozen=True):
@@ -80,11 +83,41 @@ class _Reachable(msgspec.Struct, frozen=True):
 def collect_garbage(
     pool: Pool, *, dry_run: bool = False, wait_seconds: float = SEEN_WAIT_SECONDS
 ) -> tuple[Plan, Collected]:
-    """Plan, and unless `dry_run` carry it out. A dry run plans with the epochs as they stand."""
-    if not dry_run:
-        close_epoch(pool, wait_seconds)
+    """Plan, and unless `dry_run` carry it out. A dry run plans as if the present epoch were closed already.
+
+    Closing an epoch takes two commits. Where the disk has no room for them, what earlier epochs hold goes all the
+    same, and then closing is tried once more."""
+    if dry_run:
+        plan = plan_collection(pool, as_if_closed=True)
+        return plan, _nothing(plan)
+    refused = _close_if_possible(pool, wait_seconds)
     plan = plan_collection(pool)
-    return plan, _nothing(plan) if dry_run else execute(pool, plan)
+    done = execute(pool, plan)
+    if refused and done.bytes:
+        refused = _close_if_possible(pool, wait_seconds)
+        if not refused:
+            plan = plan_collection(pool)
+            done = _sum(done, execute(pool, plan))
+    return plan, msgspec.structs.replace(done, unfinished=done.unfinished + refused)
+
+
+def _close_if_possible(pool: Pool, wait_seconds: float) -> tuple[str, ...]:
+    """Close the epoch; why it could not be, if the storage refused."""
+    try:
+        close_epoch(pool, wait_seconds)
+    except StorageFailed as error:
+        return (f"only epochs that were closed before are collected: {error}",)
+    return ()
+
+
+def _sum(first: Collected, second: Collected) -> Collected:
+    """Two runs in one report; what is kept is what the second one saw."""
+    reasons = dict(first.by_reason)
+    for why, count in second.by_reason.items():
+        reasons[why] = reasons.get(why, 0) + count
+    return msgspec.structs.replace(
+        second, files=first.files + second.files, bytes=first.bytes + second.bytes, by_reason=reasons
+    )
 
 
 def close_epoch(pool: Pool, wait_seconds: float = SEEN_WAIT_SECONDS) -> int:
@@ -127,11 +160,13 @@ def _reachable(machine: Machine) -> _Reachable:
     return _Reachable(files, tuple(state.sessions), meta.epoch, meta.closed_epoch, meta.floor)
 
 
-def plan_collection(pool: Pool) -> Plan:
+def plan_collection(pool: Pool, *, as_if_closed: bool = False) -> Plan:
     """Everything that can go now. Reads the log's newest position first, then the directories: what is found later is
     younger. The position is durable: a power cut must not bring back an entry's absence, and with it a reference to
     what was removed."""
     seen: _Reachable = pool.log.refresh(_reachable, durable=True)
+    if as_if_closed and pool.files.names(f"{layout.OBJECTS}/{seen.epoch:06d}"):
+        seen = msgspec.structs.replace(seen, closed_epoch=seen.epoch)
     removals: list[Removal] = []
     unknown: list[str] = []
     swept: list[tuple[int, int]] = []
@@ -267,9 +302,21 @@ def execute(pool: Pool, plan: Plan) -> Collected:
             by_reason[removal.why] = by_reason.get(removal.why, 0) + 1
     for directory in plan.empty_directories:
         pool.files.remove_directory(directory)
+    unfinished = _mark_swept(pool, plan)
+    return Collected(
+        files, size, by_reason, plan.unknown, plan.kept_files, plan.kept_bytes, plan.closed_epoch, unfinished
+    )
+
+
+def _mark_swept(pool: Pool, plan: Plan) -> tuple[str, ...]:
+    """Markers only spare the next run a look: a disk that has no room for them does not fail this one."""
     for epoch, count in plan.swept:
-        pool.files.replace(f"{layout.OBJECTS}/{epoch:06d}/{_SWEPT}", _swept_content(epoch, count, plan.closed_epoch))
-    return Collected(files, size, by_reason, plan.unknown, plan.kept_files, plan.kept_bytes, plan.closed_epoch)
+        path = f"{layout.OBJECTS}/{epoch:06d}/{_SWEPT}"
+        try:
+            pool.files.replace(path, _swept_content(epoch, count, plan.closed_epoch))
+        except OSError as error:
+            return (f"epoch {epoch} is not marked as swept: {storage_failed('write', path, error)}",)
+    return ()
 
 
 def _nothing(plan: Plan) -> Collected:

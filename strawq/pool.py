@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -38,6 +38,9 @@ from strawq.storage.log import CommitLog
 from strawq.storage.objects import ObjectStore
 from strawq.storage.posix import PosixFiles
 from strawq.storage.staging import Staging
+
+if TYPE_CHECKING:
+    from strawq.garbage import Collected
 
 T = TypeVar("T")
 DEFAULT_QUEUE = "rollout"
@@ -247,6 +250,12 @@ class Pool:
 
     def unpin(self, name: str) -> None:
         self.commit(c.Unpin(request=self.new_request(), session=self.keeper.require(), name=name))
+
+    def gc(self, *, dry_run: bool = False) -> Collected:
+        """Remove what nothing reaches any more; with `dry_run` only count what is kept. See `strawq.garbage`."""
+        from strawq.garbage import collect_garbage
+
+        return collect_garbage(self, dry_run=dry_run)[1]
 
     def snapshot(self) -> int:
         """Write a snapshot of the newest entry; returns its number."""
