@@ -135,6 +135,11 @@ def _with_variable(annotation: Any, words: str, name: str) -> Any:
     if info is None or type(info).__name__ != "OptionInfo" or info.envvar:
         return annotation
     info = copy.copy(info)
+    # Named after what is typed, not after the parameter; in an annotation typer keeps the first word as `default`.
+    words_typed = (info.default, *(info.param_decls or ()))
+    typed = [word for word in words_typed if isinstance(word, str) and word.startswith("--")]
+    if typed:
+        name = typed[0].partition("/")[0][2:]
     info.envvar = f"STRAWQ_{words}_{name}".upper().replace("-", "_").replace(" ", "_")
     return Annotated[annotation.__origin__, info]
 

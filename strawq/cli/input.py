@@ -186,6 +186,10 @@ def _reading(place: str) -> Iterator[None]:
 def _unreadable(url: str, error: BaseException) -> BadInput:
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return BadInput(
+            f"{url} cannot be read: this kind of URL needs the package {error.name}; `pip install {error.name}`"
+        )
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
     return BadInput(f"{url} cannot be read: {reason}; check the path or URL")
 

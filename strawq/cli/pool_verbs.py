@@ -9,7 +9,7 @@ import typer
 
 from strawq.cli.app import group, verb
 from strawq.cli.options import PoolPath, QueueName, opened, pick_queue
-from strawq.cli.output import Answer, plural, say, size, table
+from strawq.cli.output import Answer, one_line, plural, say, size, table
 
 if TYPE_CHECKING:
     from strawq.inspection import Inspection
@@ -50,13 +50,15 @@ def init(
     mount is meant to be; it is held against what the probe reads from the mount, and both are kept in the pool.
     """
     from strawq.core.names import require_name
-    from strawq.errors import UnfitMount
+    from strawq.errors import BadInput, UnfitMount
     from strawq.pool import DEFAULT_QUEUE, Pool, require_free
 
     names = queue or [DEFAULT_QUEUE]
     require_name(run_id, "run")
     for name in names:
         require_name(name, "queue")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise BadInput(f"--queue names {', '.join(twice)} twice; name each queue once")
     root = require_free(pool)
     with _directory(root):
         report = _probe(root, peer, accept_writeback)
@@ -187,7 +189,7 @@ def inspect(pool: PoolPath, queue: QueueName = "") -> Answer:
 
 def describe(view: Inspection, path: str) -> str:
     """An inspection for people."""
-    state = f"paused ({view.paused.reason or 'no reason given'})" if view.paused else "open"
+    state = f"paused ({one_line(view.paused.reason) or 'no reason given'})" if view.paused else "open"
     parts = [
         f"{path}  run {view.run_id}  format {view.format_version}\n"
         f"branch {view.branch}  head {view.head_seq}  policy version {view.policy_version or '-'}  admission {state}"
@@ -195,9 +197,9 @@ def describe(view: Inspection, path: str) -> str:
     columns = (
         "queue",
         "fresh",
-        "leased",
+        "fresh leased",
         "partial",
-        "leased",
+        "partial leased",
         "ready",
         "in batch",
         "trained",

@@ -104,7 +104,7 @@ class Fleet:
         end = clock() + self.options.start_timeout_s
         pending = list(dict.fromkeys(url.rstrip("/") for url in urls))
         delay = self.options.backoff_s
-        refused: StrawqError | None = None
+        refused: EngineUnavailable | None = None
         while True:
             refused = None
             for url in list(pending):
@@ -125,7 +125,9 @@ class Fleet:
         for url in pending:  # not reachable: taken for an engine that is down, and asked again by its watcher
             self._add_engine(url)
         if not any(engine.state in ("up", "held") for engine in self.engines):
-            raise refused or self._nobody()
+            if refused is not None:
+                raise EngineUnavailable(f"{refused}; start the engine, or correct its URL") from refused
+            raise self._nobody()
         for url, router in self._routers.items():
             await router.probe()
             await self._try_routes_through(url, router)

@@ -205,7 +205,8 @@ def load_hook(path: str, name: str) -> Hook:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, ValueError) as error:
-        raise BadInput(f"{name} hook {path!r}: cannot import {module_name!r}: {error}") from error
+        why = f"cannot import {module_name!r}: {error}"
+        raise BadInput(f"{name} hook {path!r}: {why}; install it, or put its directory on PYTHONPATH") from error
     except AttributeError as error:
         raise BadInput(f"{name} hook {path!r}: module {module_name!r} has no {attribute!r}") from error
     if not callable(found):
