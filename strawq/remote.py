@@ -1,0 +1,81 @@
+"""Files at any URL that fsspec knows (a plain path is one), for archives and exports. The commit log never goes here.
+
+The rule: what fsspec raises reaches a caller as an error of strawq that names the URL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from strawq.errors import BadInput, Gone
+from strawq.storage.failure import storage_failed
+from strawq.storage.files import Buffer
+
+
+def _place(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it. `BadInput` if there is no driver for it."""
+    import fsspec
+
+    if not url or "\0" in url:
+        raise BadInput(f"{url!r} is no place; name a path or a URL")
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise BadInput(f"{url} cannot be opened: {error}") from error
+    return filesystem, path
+
+
+@contextmanager
+def _named(verb: str, url: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise Gone(f"{url} is not there; restore it from a copy") from error
+    except OSError as error:
+        raise storage_failed(verb, url, error) from error
+
+
+def exists(url: str, name: str) -> bool:
+    filesystem, path = _place(url)
+    with _named("look for", f"{url}/{name}"):
+        return bool(filesystem.exists(f"{path}/{name}"))
+
+
+def read_remote(url: str, name: str) -> bytes:
+    with open_remote(url, name) as file:
+        return bytes(file.read())
+
+
+@contextmanager
+def open_remote(url: str, name: str) -> Iterator[Any]:
+    """The file `name` below `url`, open for reading."""
+    filesystem, path = _place(url)
+    with _named("read", f"{url}/{name}"), filesystem.open(f"{path}/{name}", "rb") as file:
+        yield file
+
+
+def write_remote(url: str, name: str, pieces: Iterable[Buffer]) -> None:
+    """Write the file `name` below `url`; it appears whole or not at all where the file system can do that."""
+    with create_remote(f"{url.rstrip('/')}/{name}") as file:
+        for piece in pieces:
+            file.write(piece)
+
+
+@contextmanager
+def create_remote(url: str) -> Iterator[Any]:
+    """A new file at `url`, open for writing. If the block fails, nothing is there afterwards."""
+    filesystem, path = _place(url)
+    with _named("write", url):
+        parent = filesystem._parent(path)
+        if parent:
+            filesystem.makedirs(parent, exist_ok=True)
+        file = filesystem.open(path, "wb", autocommit=False)
+        try:
+            yield file
+            file.close()
+        except BaseException:
+            file.discard()
+            raise
+        file.commit()
