@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Run
+from tests.cli.conftest import Run
 
 
 def test_a_queue_named_twice_is_refused(run: Run, tmp_path: Path) -> None:
