@@ -162,7 +162,10 @@ class EngineClient:
 
     def _move(self, state: State) -> None:
         if state != self.state:
-            log.info("engine %s is %s (was %s), weight version %r", self.url, state, self.state, self.model.version)
+            # An engine that goes away, and that comes back, is news for whoever watches the worker.
+            level = logging.WARNING if "down" in (state, self.state) else logging.INFO
+            why = f": {self.last_error}" if state == "down" else f", weight version {self.model.version!r}"
+            log.log(level, "engine %s is %s (was %s)%s", self.url, state, self.state, why)
         self.state = state
 
     def doubt(self, error: EngineUnavailable) -> None:

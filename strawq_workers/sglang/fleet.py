@@ -120,6 +120,8 @@ class Fleet:
                     raise engine.unusable
             if any(engine.state in ("up", "held") for engine in self.engines) or clock() >= end:
                 break
+            waited_for = refused or self._nobody()
+            log.warning("no engine yet, asking again for %.0f s: %s", max(0.0, end - clock()), waited_for)
             await asyncio.sleep(delay)
             delay = min(2 * delay, self.options.backoff_max_s)
         for url in pending:  # not reachable: taken for an engine that is down, and asked again by its watcher

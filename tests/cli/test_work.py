@@ -151,6 +151,7 @@ def test_an_engine_that_is_not_there(processes: int, filled: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 4
     assert "127.0.0.1:1" in err
+    assert "no engine yet, asking again" in err, "waiting is visible"
     assert "Traceback" not in err
 
 
