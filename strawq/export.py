@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from strawq.core.machine import Machine
+from strawq.core.state import task_key, task_order
 from strawq.errors import BadInput
 from strawq.handles import Held
+from strawq.model import Slice, Submission, Task
 from strawq.remote import create_remote
 
 if TYPE_CHECKING:
@@ -36,7 +38,9 @@ def live_groups(pool: Pool, queue: str, *, ready: bool) -> list[Held]:
 
     def look(machine: Machine) -> list[Held]:
         state = machine.state
-        tasks = sorted(state.branch.queues[queue].tasks.values(), key=lambda task: task.order)
+        rows = state.branch.queues[queue]
+        fresh = () if ready else (task for given in rows.submissions.values() for task in _fresh(given))
+        tasks = sorted((*rows.tasks.values(), *fresh), key=lambda task: task.order)
         return [
             Held(task, {part.object: state.objects[part.object] for part in task.parts})
             for task in tasks
@@ -45,6 +49,13 @@ def live_groups(pool: Pool, queue: str, *, ready: bool) -> list[Held]:
 
     held: list[Held] = pool.log.refresh(look)
     return held
+
+
+def _fresh(given: Submission) -> Iterator[Task]:
+    """The prompts of a submission that nobody has leased yet, as the tasks that they will become."""
+    for row in range(given.next, given.end):
+        order = task_order(given.number, row)
+        yield Task(task_key(given.number, row), order, "fresh", (Slice(given.object, row, row + 1),))
 
 
 def export_queue(pool: Pool, queue: str, url: str, *, ready: bool = True) -> Exported:

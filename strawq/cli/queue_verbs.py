@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from strawq.cli.app import verb
 from strawq.cli.options import PoolPath, opened
 from strawq.cli.output import Answer
+
+if TYPE_CHECKING:
+    from strawq.core.machine import Machine
 
 
 @verb("queue")
@@ -45,14 +48,17 @@ def queue(
     changes = {key: value for key, value in given.items() if value is not None}
     with opened(pool) as open_pool:
 
-        def look(machine: object) -> QueueConfig | None:
-            queues = machine.state.branch.queues  # type: ignore[attr-defined]
-            return queues[name].config if name in queues else None
+        def look(machine: Machine) -> QueueConfig | None:
+            queues = machine.state.branch.queues
+            return queues[name].row.config if name in queues else None
 
-        before = open_pool.log.refresh(look)
+        before: QueueConfig | None = open_pool.log.refresh(look)
         config = msgspec.structs.replace(before or QueueConfig(), **changes)
         if config != before:
             open_pool.configure(name, config)
     settings = ", ".join(f"{key} {getattr(config, key)}" for key in QueueConfig.__struct_fields__)
     said = "is made" if before is None else "is changed" if config != before else "is as it was"
-    return Answer({"queue": name, "created": before is None, "config": config}, f"queue {name} {said}: {settings}")
+    return Answer(
+        {"queue": name, "created": before is None, "config": msgspec.structs.asdict(config)},
+        f"queue {name} {said}: {settings}",
+    )
