@@ -7,6 +7,7 @@ with this process. Nothing is touched but a new directory below the one that was
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -26,6 +27,7 @@ from strawq.drill.points import JANITORS, POINTS
 from strawq.drill.roles import ROLES
 from strawq.errors import BadInput, TryAgain
 from strawq.garbage import collect_garbage
+from strawq.limits import LEASE_SECONDS_MIN
 from strawq.model import QueueConfig
 from strawq.pool import DEFAULT_QUEUE, Pool
 from strawq.storage import layout
@@ -192,14 +194,22 @@ class Troupe:
 
 
 def _fork(life: Life) -> int:
-    """A child that lives `life`. Forked, not started anew: imports would take longer than many a life."""
+    """A child that lives `life`. Forked, not started anew: imports would take longer than many a life.
+
+    Returns when the child is bound to die with us: one that is frozen before that would stay."""
     parent = os.getpid()
+    bound, tell = os.pipe()
     pid = os.fork()
     if pid:
+        os.close(tell)
+        os.read(bound, 1)
+        os.close(bound)
         return pid
     code = 1
     try:
         die_with(parent)
+        os.close(tell)
+        os.close(bound)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         log = os.open(life.path("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o664)
         null = os.open(os.devnull, os.O_RDWR)
@@ -238,8 +248,11 @@ def run_drill(settings: Settings, progress: Progress = lambda _: None) -> Drille
 
 
 def _require_sense(settings: Settings) -> None:
-    if settings.workers < 1 or settings.minutes <= 0 or settings.kill_every <= 0 or settings.stop_every < 0:
+    times = (settings.minutes, settings.kill_every, settings.stop_every or 1.0, settings.lease_seconds or 1.0)
+    if settings.workers < 1 or not all(0 < number < math.inf for number in times):
         raise BadInput("a drill has at least one worker, and its times are above zero")
+    if settings.lease_seconds and settings.lease_seconds < LEASE_SECONDS_MIN:
+        raise BadInput(f"a lease of {settings.lease_seconds:g} s is too short; at least {LEASE_SECONDS_MIN} s")
     for name in filter(None, (settings.directory, settings.peer)):
         if not os.path.isdir(name):
             raise BadInput(f"{name} is not a directory; name one on the mount that the drill is for")
