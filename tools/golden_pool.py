@@ -54,7 +54,7 @@ def make(path: Path) -> None:
     with Pool.init(path, run_id="golden", queues=("rollout", "eval"), background=False) as pool:
         queue = pool.queue("rollout")
         pool.publish_version(1)
-        queue.submit([Prompt(f"g{row}", [1, 2, row], f"question {row}") for row in range(PROMPTS)])
+        queue.submit([Prompt(f"g{row}", np.array([1, 2, row], np.int32), f"question {row}") for row in range(PROMPTS)])
         complete(queue, 2)
         pool.checkpoint("step-1", {"step": 1}, {"model": "0" * 64})
         complete(queue, 1)

@@ -18,7 +18,7 @@ from tools.golden_pool import answer, complete
 
 def ready(pool: Path, count: int = 3) -> None:
     with Pool.open(pool) as opened:
-        opened.queue().submit([Prompt(f"g{n}", [1, 2, n], f"q{n}") for n in range(count)])
+        opened.queue().submit([Prompt(f"g{n}", np.array([1, 2, n], np.int32), f"q{n}") for n in range(count)])
         complete(opened.queue(), count)
 
 

@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from strawq import Pool, Prompt
@@ -19,7 +20,7 @@ from tools.golden_pool import complete
 def fill(pool: Pool, count: int = 2, first: int = 0) -> None:
     """Complete groups; `first` makes their content another one (equal content is stored once)."""
     queue = pool.queue()
-    queue.submit([Prompt(f"g{n}", [1, 2, n]) for n in range(first, first + count)])
+    queue.submit([Prompt(f"g{n}", np.array([1, 2, n], np.int32)) for n in range(first, first + count)])
     complete(queue, count)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from strawq import Pool, Prompt
@@ -35,10 +36,10 @@ def test_nothing_of_the_future_that_was_left_reaches_a_batch(pool: Path) -> None
 
     with Pool.open(pool) as trainer:
         queue = trainer.queue()
-        queue.submit([Prompt(f"g{n}", [1, 2, n]) for n in range(3)])
+        queue.submit([Prompt(f"g{n}", np.array([1, 2, n], np.int32)) for n in range(3)])
         trainer.checkpoint("step-1")
         complete(queue, 1)
-        queue.submit([Prompt("later", [1, 2, 3])])
+        queue.submit([Prompt("later", np.array([1, 2, 3], np.int32))])
         worker = threading.Thread(target=work)
         worker.start()
         assert leased.wait(20)
@@ -67,7 +68,7 @@ def test_nothing_of_the_future_that_was_left_reaches_a_batch(pool: Path) -> None
 def test_a_branch_that_was_dropped_is_garbage(pool: Path) -> None:
     with Pool.open(pool) as opened:
         opened.checkpoint("start")
-        opened.queue().submit([Prompt(f"g{n}", [1, 2, n]) for n in range(2)])
+        opened.queue().submit([Prompt(f"g{n}", np.array([1, 2, n], np.int32)) for n in range(2)])
         complete(opened.queue(), 2)
         opened.rollback("start")
         assert opened.gc().files == 0

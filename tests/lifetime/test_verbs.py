@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from strawq import Pool, Prompt
 from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT
 from strawq.storage import layout
@@ -13,7 +15,9 @@ from tools.golden_pool import complete
 
 def test_log_tells_what_happened_newest_first(run: Run, pool: Path) -> None:
     with Pool.open(pool) as opened:
-        opened.queue().submit([Prompt("g0", [1, 2, 3]), Prompt("g1", [1, 2, 3])])
+        opened.queue().submit(
+            [Prompt("g0", np.array([1, 2, 3], np.int32)), Prompt("g1", np.array([1, 2, 3], np.int32))]
+        )
         complete(opened.queue(), 1)
         opened.checkpoint("step-1")
     seen = run("log", pool, "-n", 0, "--json").data
@@ -30,7 +34,7 @@ def test_log_tells_what_happened_newest_first(run: Run, pool: Path) -> None:
 
 def test_verify_names_the_object_what_depends_on_it_and_the_remedy(run: Run, pool: Path) -> None:
     with Pool.open(pool) as opened:
-        opened.queue().submit([Prompt("g0", [1, 2, 3])])
+        opened.queue().submit([Prompt("g0", np.array([1, 2, 3], np.int32))])
         complete(opened.queue(), 1)
         opened.checkpoint("step-1")
     assert run("verify", pool, "--full", "--json").data["findings"] == []
