@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from strawq import Pool, Prompt
-from strawq.errors import Fenced
+from strawq.errors import BadInput, Fenced
 from strawq.samples import Group
 from strawq.verification import verify
 from tools.golden_pool import answer, complete
@@ -75,5 +75,5 @@ def test_a_branch_that_was_dropped_is_garbage(pool: Path) -> None:
         opened.drop_branch("main")
         assert opened.gc().files > 0
         assert verify(opened, full=True).findings == ()
-        with pytest.raises(Exception, match="main"):
+        with pytest.raises(BadInput, match="main"):
             opened.rollback("main")

@@ -29,7 +29,7 @@ def test_log_tells_what_happened_newest_first(run: Run, pool: Path) -> None:
     assert all(event["who"] and event["time_ms"] for event in seen["events"])
     life = run("log", pool, "--task", "1-0", "--json").data["events"]
     assert [event["event"] for event in life][:3] == ["submitted", "acquired", "reported"]
-    assert "g" not in run("log", pool, "--task", "nonsense", code=2).out
+    assert "is not a task id" in run("log", pool, "--task", "nonsense", code=2).err
 
 
 def test_verify_names_the_object_what_depends_on_it_and_the_remedy(run: Run, pool: Path) -> None:
