@@ -182,7 +182,9 @@ class Troupe:
             self.reap()
             if time.monotonic() > deadline:
                 names = ", ".join(child.life.name for child in children if child in self.running)
-                raise TryAgain(f"{names} did not end within {seconds:g} s; their logs are in {self.ledgers}")
+                raise TryAgain(
+                    f"{names} did not end within {seconds:g} s; their logs are in {self.ledgers}, the pool is {self.roots[0]}"
+                )
             time.sleep(TICK_SECONDS)
 
     def kill_all(self) -> None:
@@ -238,13 +240,24 @@ def run_drill(settings: Settings, progress: Progress = lambda _: None) -> Drille
         _finish(troupe)
         progress("auditing")
         drilled = _audit(troupe, watcher, started)
+    except Exception:
+        raise  # What went wrong can be looked at.
+    except BaseException:
+        # Interrupted: that is no finding, and nobody will look.
+        troupe.kill_all()
+        _remove(roots[0], ledgers)
+        raise
     finally:
         troupe.kill_all()
     if drilled.ok and not settings.keep:
-        shutil.rmtree(roots[0])
-        shutil.rmtree(ledgers)
+        _remove(roots[0], ledgers)
         drilled = msgspec.structs.replace(drilled, pool="", ledgers="")
     return drilled
+
+
+def _remove(root: str, ledgers: Path) -> None:
+    for path in (root, ledgers):
+        shutil.rmtree(path)
 
 
 def _require_sense(settings: Settings) -> None:

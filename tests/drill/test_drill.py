@@ -71,7 +71,10 @@ def test_a_directory_that_will_not_do_is_refused_and_nothing_is_left(tmp_path: P
 
 def test_no_child_outlives_a_drill_that_is_killed(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "strawq", "drill", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "strawq", "drill", str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     try:
         deadline = time.monotonic() + 30
@@ -87,6 +90,26 @@ def test_no_child_outlives_a_drill_that_is_killed(tmp_path: Path) -> None:
     while alive := [pid for pid in children if living(pid)]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.02)
+
+
+def test_a_drill_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "strawq", "drill", str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while len(children_of(process.pid)) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(30) == 143
+    finally:
+        process.kill()
+        process.wait()
+    assert list(tmp_path.iterdir()) == []
 
 
 def children_of(pid: int) -> list[int]:
