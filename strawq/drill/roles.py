@@ -29,7 +29,8 @@ from strawq.trimming import trim_log
 PRODUCER = "drill"
 WAITING_PROMPTS = 64
 BATCH_GROUPS = 4
-KEEP_ENTRIES = 1500
+KEEP_ENTRIES = 200
+"""Few, so that the log is trimmed while it is struck; enough for the watcher, which is less than a second behind."""
 COLLECT_WAIT_SECONDS = 1.0
 WATCH_SECONDS = 0.05
 
@@ -194,11 +195,14 @@ def train(stage: Stage) -> None:
 def clean(stage: Stage) -> None:
     """Collects garbage and trims the log, over and over; joins, so that it also looks after the dead."""
     stage.pool.keeper.require()
+    turns: list[Callable[[str], object]] = [
+        lambda _: collect_garbage(stage.pool, wait_seconds=COLLECT_WAIT_SECONDS),
+        lambda _: stage.pool.snapshot(),
+        lambda _: trim_log(stage.pool, keep_entries=KEEP_ENTRIES, snapshots_kept=2),
+    ]
     while not stage.done:
-        stage.ask(lambda request: collect_garbage(stage.pool, wait_seconds=COLLECT_WAIT_SECONDS))
-        stage.ask(lambda request: stage.pool.snapshot())
-        stage.ask(lambda request: trim_log(stage.pool, keep_entries=KEEP_ENTRIES, snapshots_kept=2))
-        stage.nap(0.1)
+        stage.ask(stage.chance.choice(turns))
+        stage.nap(0.05)
 
 
 def watch(stage: Stage) -> None:
