@@ -391,4 +391,4 @@ class GroupRun:
         self.end = "stale"
         self.place.counters.groups_stale += 1
         self.place.counters.tokens_discarded += max(0, self._unsaved())
-        log.warning("task %s: lease %s is not ours any more (%s); dropped", self.lease.task, self.attempt, self.lost)
+        log.info("task %s: lease %s is not ours any more (%s); dropped", self.lease.task, self.attempt, self.lost)
