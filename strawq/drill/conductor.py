@@ -15,14 +15,15 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from strawq.drill.audit import Account, fold_history, settle
-from strawq.drill.life import Life, die_with, live
+from strawq.drill.life import ASKING_TO_END, Life, die_with, live
 from strawq.drill.points import JANITORS, POINTS
 from strawq.drill.roles import ROLES
 from strawq.errors import BadInput, TryAgain
@@ -126,8 +127,9 @@ class Troupe:
             number,
             finishing,
         )
-        running = Running(_fork(life), life, strikeable)
-        self.running.append(running)
+        with asking_to_end_waits():
+            running = Running(start_life(life), life, strikeable)
+            self.running.append(running)
         return running
 
     def _strike(self, role: str) -> tuple[str, int, int]:
@@ -196,7 +198,18 @@ class Troupe:
         self.running.clear()
 
 
-def _fork(life: Life) -> int:
+@contextmanager
+def asking_to_end_waits() -> Iterator[None]:
+    """Signals that ask to end wait for the end of the block: what a handler raises within a fork hook is not heard, the
+    child has no handler of its own yet, and a child that is not written down yet would be left alone."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING_TO_END)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_life(life: Life) -> int:
     """A child that lives `life`. Forked, not started anew: imports would take longer than many a life.
 
     Returns when the child is bound to die with us: one that is frozen before that would stay."""

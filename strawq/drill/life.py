@@ -37,6 +37,7 @@ from strawq.storage.process import this_process
 T = TypeVar("T")
 
 ASK_AGAIN_TRIES = 50
+ASKING_TO_END = (signal.SIGTERM, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -141,6 +142,7 @@ def live(life: Life, role: Callable[[Stage], None]) -> int:
             stage.done = True
 
     signal.signal(signal.SIGTERM, stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING_TO_END)  # Blocked since the fork.
     try:
         with open_pool(life) as pool:
             stage = Stage(life, pool, ledger)

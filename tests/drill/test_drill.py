@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from strawq.drill.conductor import asking_to_end_waits, start_life
+from strawq.drill.life import Life
+
 NUMBERS = ("groups", "kills", "stops", "lost", "duplicated", "stale_commits", "leaked_leases", "staging_left")
 
 
@@ -110,6 +113,33 @@ def test_a_drill_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_to_end_is_not_lost_while_a_child_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python swallows what a signal handler raises within a fork hook; so a signal in the middle of a fork waits."""
+    fork = os.fork
+    heard: list[int] = []
+    pending: list[set[int]] = []
+
+    def fork_with_a_signal() -> int:
+        pid = fork()
+        if pid:
+            os.kill(os.getpid(), signal.SIGTERM)
+            pending.append(set(signal.sigpending()))
+        return pid
+
+    monkeypatch.setattr(os, "fork", fork_with_a_signal)
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        # Its pool is not there: it writes that into its ledger and ends.
+        with asking_to_end_waits():
+            pid = start_life(Life(1, "worker", str(tmp_path / "gone"), 0, 1, 1.0, str(tmp_path)))
+            assert heard == []
+        assert os.waitpid(pid, 0)[1] != 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert pending == [{signal.SIGTERM}]
+    assert heard == [signal.SIGTERM]
 
 
 def children_of(pid: int) -> list[int]:
