@@ -47,7 +47,8 @@ def drill(
     """
     # Before NumPy is loaded: processes are forked from this one, which should have no threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from strawq.drill.conductor import Settings, run_drill
+    from strawq.drill.conductor import run_drill
+    from strawq.drill.troupe import Settings
 
     if seed < 0:
         seed = int.from_bytes(os.urandom(4), "big")

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from strawq.drill.conductor import asking_to_end_waits, start_life
 from strawq.drill.life import Life
+from strawq.drill.troupe import asking_to_end_waits, start_life
 
 NUMBERS = ("groups", "kills", "stops", "lost", "duplicated", "stale_commits", "leaked_leases", "staging_left")
 
