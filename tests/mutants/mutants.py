@@ -129,7 +129,7 @@ MUTANTS = (
         ("strawq.core.names:require_objects",
          "0 < ref.epoch <= state.meta.closed_epoch and ref.digest not in state.objects", "False")),
     _mutant("roots from before the epoch closed", "collection deletes what was referred to meanwhile",
-        (GC + "collect_garbage", "close_epoch(pool, wait_seconds)",
+        (GC + "_close_if_possible", "close_epoch(pool, wait_seconds)",
          "pool.old_roots = pool.log.refresh(_reachable).files; close_epoch(pool, wait_seconds)"),
         (GC + "plan_collection", "pool.log.refresh(_reachable, durable=True)",
          "msgspec.structs.replace(pool.log.refresh(_reachable, durable=True), files=pool.old_roots)")),

@@ -136,7 +136,7 @@ class Worker(Actor):
     def go_on(self, held: list[Work], old: list[Work]) -> None:
         work = held.pop(self.chance.randrange(len(held)))
         outcomes = ["save", "save", "yield", "complete", "complete", "complete", "drop", "fail"]
-        weights = [4, 4, 3, 3, 3, 3, 0.7, 0.7]
+        weights = [4, 4, 3, 3, 3, 3, 0.7, 1.5]
         changes = [self.change(work, self.chance.choices(outcomes, weights)[0])]
         if held and self.chance.random() < 0.2:
             second = held[-1]
@@ -162,7 +162,7 @@ class Worker(Actor):
             version = self.world.truth.state.branch.meta.policy_version
             group = grown(work.group, work.task, work.lease.attempt, count, version, outcome == "complete")
         reason = self.chance.choice(["filtered", "engine error"])
-        return Change(work, outcome, group, reason, retryable=self.chance.random() < 0.9)
+        return Change(work, outcome, group, reason, retryable=self.chance.random() < 0.7)
 
     def promise(self, changes: list[Change]) -> str:
         request = self.request()
@@ -287,13 +287,13 @@ class Operator(Actor):
     KINDS: ClassVar[dict[str, int]] = {
         "checkpoint": 4,
         "rollback": 4,
-        "drop checkpoint": 1,
-        "drop branch": 1,
+        "drop checkpoint": 2,
+        "drop branch": 3,
         "pause": 1,
         "acknowledge": 1,
         "version": 2,
-        "retry": 1,
-        "drop": 1,
+        "retry": 4,
+        "drop": 2,
         "snapshot": 1,
     }
 

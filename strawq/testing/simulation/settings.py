@@ -76,7 +76,7 @@ def draw(seed: int) -> Settings:
         workers=chance.choice([2, 3]),
         power_cuts=chance.choice([0, 0, 1, 2]),
         links=chance.random() < 0.7,
-        max_attempts=chance.choice([2, 5]),
+        max_attempts=chance.choice([1, 2, 5]),
         max_expirations=chance.choice([2, 20]),
         max_ready=chance.choice([0, 0, 6]),
         call_s=chance.choice([0.001, 0.003, 0.01]),
