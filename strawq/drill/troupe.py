@@ -156,12 +156,21 @@ class Troupe:
 @contextmanager
 def asking_to_end_waits() -> Iterator[None]:
     """Signals that ask to end wait for the end of the block: what a handler raises within a fork hook is not heard, the
-    child has no handler of its own yet, and a child that is not written down yet would be left alone."""
+    child has no handler of its own yet, and a child that is not written down yet would be left alone.
+
+    Blocking them is for the child. For us it is not enough: another thread may take a signal that this one blocks, and
+    its handler would still run here; so for that long the handlers only write down what came. Main thread only."""
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda heard, _: came.append(heard)) for number in ASKING_TO_END}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING_TO_END)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for heard in came:
+            signal.raise_signal(heard)
 
 
 def start_life(life: Life) -> int:

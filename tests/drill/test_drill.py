@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -115,31 +116,38 @@ def test_a_drill_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_request_to_end_is_not_lost_while_a_child_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other_thread", [False, True], ids=["taken here", "taken by another thread"])
+def test_a_request_to_end_is_not_lost_while_a_child_is_made(
+    other_thread: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Python swallows what a signal handler raises within a fork hook; so a signal in the middle of a fork waits."""
     fork = os.fork
     heard: list[int] = []
-    pending: list[set[int]] = []
+    over = threading.Event()
+    other = threading.Thread(target=over.wait)
 
     def fork_with_a_signal() -> int:
         pid = fork()
         if pid:
-            os.kill(os.getpid(), signal.SIGTERM)
-            pending.append(set(signal.sigpending()))
+            thread = other if other_thread else threading.main_thread()
+            assert thread.ident is not None
+            signal.pthread_kill(thread.ident, signal.SIGTERM)
         return pid
 
     monkeypatch.setattr(os, "fork", fork_with_a_signal)
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    other.start()
     try:
         # Its pool is not there: it writes that into its ledger and ends.
         with asking_to_end_waits():
             pid = start_life(Life(1, "worker", str(tmp_path / "gone"), 0, 1, 1.0, str(tmp_path)))
             assert heard == []
+        assert heard == [signal.SIGTERM]
         assert os.waitpid(pid, 0)[1] != 0
     finally:
+        over.set()
+        other.join()
         signal.signal(signal.SIGTERM, before)
-    assert pending == [{signal.SIGTERM}]
-    assert heard == [signal.SIGTERM]
 
 
 def children_of(pid: int) -> list[int]:
