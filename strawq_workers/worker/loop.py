@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from typing import Protocol
 
 from strawq.errors import BadInput, Fenced, OperatorNeeded, OutcomeUnknown, TryAgain
 from strawq.handles import Lease, Leases
-from strawq.pool import Pool
 from strawq_workers.admission.reservations import Admission, Limits
 from strawq_workers.admission.slots import divide_slots, total_slots
 from strawq_workers.sglang.fleet import Fleet
@@ -40,14 +40,30 @@ def limits_of(options: WorkerOptions, engines: int) -> Limits:
     return Limits(groups=groups, group_size=options.samples, samples=options.max_concurrent_samples or None)
 
 
+class Intake(Protocol):
+    """Says how many groups a worker leases next, and hears what becomes of each. Called on the worker's event loop.
+    A worker without one fills its free slots."""
+
+    def want(self, room: int) -> int:
+        """Groups to lease now, at most `room`; 0 to wait until a group has ended."""
+
+    def none(self, answer: Leases) -> None:
+        """There was nothing to lease; `answer` says why."""
+
+    def leased(self, lease: Lease) -> None: ...
+
+    def ended(self, run: GroupRun) -> None:
+        """`run.end` says how."""
+
+
 class Worker:
     """Runs groups until there is a reason to end. `await run()` once."""
 
-    def __init__(self, place: Place, pool: Pool) -> None:
+    def __init__(self, place: Place, intake: Intake | None = None) -> None:
         self.place = place
-        self.pool = pool
+        self.intake = intake
         self.runs: dict[asyncio.Task[None], GroupRun] = {}
-        self.watcher = Watcher(place, pool, lambda: list(self.runs.values()))
+        self.watcher = Watcher(place, lambda: list(self.runs.values()))
         self._leased = 0
 
     async def run(self) -> WorkerSummary:
@@ -110,6 +126,8 @@ class Worker:
                 for lease in answer:
                     self._start(lease)
                 continue
+            if self.intake is not None:
+                self.intake.none(answer)
             if answer.status == "sealed" and not self.runs:
                 place.stop("sealed")
                 return
@@ -122,7 +140,7 @@ class Worker:
         room = self.place.admission.free_groups()
         if self.place.options.groups_max:
             room = min(room, self.place.options.groups_max - self._leased)
-        return room
+        return room if self.intake is None else self.intake.want(room)
 
     def _resize(self) -> None:
         """Engines that a router brings later raise the share."""
@@ -135,12 +153,12 @@ class Worker:
     async def _acquire(self, room: int) -> Leases | None:
         """Leases, or why there are none; None if the worker has to stop."""
         delay, tries = IDLE_S, 0
-        request = self.pool.new_request()
+        request = self.place.queue.new_request()
         while not self.place.stopping.is_set():
             try:
                 return await self.place.queue.acquire(room, request_id=request)
             except Fenced:
-                request = self.pool.new_request()  # session or branch have changed once more in between
+                request = self.place.queue.new_request()  # session or branch have changed once more in between
             except (TryAgain, OutcomeUnknown, OperatorNeeded) as error:
                 tries += 1
                 self.place.counters.retries += 1
@@ -160,6 +178,8 @@ class Worker:
         self._leased += 1
         place.counters.groups_leased += 1
         run = GroupRun(place, lease)
+        if self.intake is not None:
+            self.intake.leased(lease)
         place.admission.reserve(run.attempt, range(place.options.samples))
         task = asyncio.ensure_future(run.run())
         self.runs[task] = run
@@ -172,6 +192,8 @@ class Worker:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self.runs.pop(task)
+        if self.intake is not None:
+            self.intake.ended(run)
         self.place.changed.set()
         self._over(task)
         if run.end == "stale":

@@ -11,7 +11,6 @@ import logging
 
 import msgspec
 
-from strawq.aio import AsyncQueue
 from strawq.errors import BadInput, StrawqError
 from strawq_workers.admission.reservations import Admission
 from strawq_workers.sglang.fleet import Fleet
@@ -22,6 +21,7 @@ from strawq_workers.worker.metrics import Counters
 from strawq_workers.worker.options import WorkerOptions
 from strawq_workers.worker.prompts import Texts
 from strawq_workers.worker.reporting import Reporter
+from strawq_workers.worker.source import WorkSource
 
 log = logging.getLogger("strawq.worker")
 
@@ -58,7 +58,7 @@ class Place:
     """One worker's surroundings. Belongs to one event loop."""
 
     def __init__(
-        self, options: WorkerOptions, queue: AsyncQueue, fleet: Fleet, hooks: Hooks, admission: Admission
+        self, options: WorkerOptions, queue: WorkSource, fleet: Fleet, hooks: Hooks, admission: Admission
     ) -> None:
         self.options = options
         self.queue = queue
@@ -80,6 +80,8 @@ class Place:
         self.versions: dict[str, None] = {}
         self.drop_reasons: dict[str, int] = {}
         self.failures: list[str] = []
+        self.dead: list[str] = []
+        """Groups that failed for good here, each with its reason; the newest `FAILURES_KEPT`."""
 
     def stop(self, reason: str, fatal: BaseException | None = None) -> None:
         """Admit nothing more and let every group give back what it has. The first reason stays."""
@@ -106,6 +108,8 @@ class Place:
 
     def failed(self, task: str, reason: str, dead: bool) -> None:
         self.counters.groups_failed += 1
+        if dead:
+            self.dead = [*self.dead[1 - FAILURES_KEPT :], f"{task}: {reason}"]
         if len(self.failures) < FAILURES_KEPT:
             self.failures.append(f"{task}: {reason}")
         log.warning("task %s failed%s: %s", task, ", it is a dead letter now" if dead else "", reason)

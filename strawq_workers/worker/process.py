@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from strawq.aio import AsyncQueue
 from strawq.errors import BadInput
 from strawq.pool import Pool
 from strawq_workers.sglang.fleet import Fleet
@@ -23,6 +22,7 @@ from strawq_workers.worker.loop import Worker, make_admission
 from strawq_workers.worker.metrics import Counters, WorkerSummary, log_line
 from strawq_workers.worker.options import WorkerOptions
 from strawq_workers.worker.place import Place
+from strawq_workers.worker.source import PoolSource
 
 log = logging.getLogger("strawq.worker")
 
@@ -52,25 +52,27 @@ async def work(
     if signals and threading.current_thread() is threading.main_thread():
         _end_on_signals(stop)
     opened = await asyncio.to_thread(Pool.open, Path(pool), role=options.role, lease_seconds=options.lease_seconds)
-    queue: AsyncQueue | None = None
+    queue: PoolSource | None = None
     try:
-        queue = AsyncQueue(await asyncio.to_thread(opened.queue, options.queue), options.io_concurrency)
-        fleet = await _open_fleet(options, stop)
+        queue = await asyncio.to_thread(PoolSource, opened, options.queue, options.io_concurrency)
+        fleet = await open_fleet(options, stop)
         if fleet is None:
             return WorkerSummary(reason="signal", seconds=0.0, counters=Counters())
         async with fleet:
-            await _check_engines(fleet, options)
             place = Place(options, queue, fleet, hooks, make_admission(options, fleet))
-            summary = await _run(Worker(place, opened), stop, started)
+            summary = await run_until(Worker(place), stop, started)
         log.info("ended (%s): %s", summary.reason, log_line(summary.counters, 0))
         return summary
     finally:
         if queue is not None:
-            await asyncio.to_thread(queue.close)
+            await queue.close()
         await asyncio.to_thread(opened.close)
 
 
-async def _run(worker: Worker, stop: asyncio.Event, started: Callable[[Worker], None] | None) -> WorkerSummary:
+async def run_until(
+    worker: Worker, stop: asyncio.Event, started: Callable[[Worker], None] | None = None
+) -> WorkerSummary:
+    """Run the worker until its work ends or `stop` is set. Answers and raises as `Worker.run`."""
     if started is not None:
         started(worker)
 
@@ -85,15 +87,22 @@ async def _run(worker: Worker, stop: asyncio.Event, started: Callable[[Worker], 
         passing.cancel()
 
 
-async def _open_fleet(options: WorkerOptions, stop: asyncio.Event) -> Fleet | None:
-    """The engines, or None if the worker was told to stop before one answered."""
+async def open_fleet(options: WorkerOptions, stop: asyncio.Event) -> Fleet | None:
+    """The engines, checked, or None if the worker was told to stop before one answered. Raises `EngineUnavailable`,
+    or `BadInput` for what every request would be refused for."""
     opening = asyncio.ensure_future(Fleet.open(options.engines, options.engine_options()))
     stopping = asyncio.ensure_future(stop.wait())
     try:
         both: set[asyncio.Future[object]] = {opening, stopping}  # type: ignore[arg-type]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
-            return opening.result()
+            fleet = opening.result()
+            try:
+                _check_engines(fleet, options)
+            except BaseException:
+                await fleet.close()
+                raise
+            return fleet
         opening.cancel()
         await asyncio.gather(opening, return_exceptions=True)
         return None
@@ -101,8 +110,7 @@ async def _open_fleet(options: WorkerOptions, stop: asyncio.Event) -> Fleet | No
         stopping.cancel()
 
 
-async def _check_engines(fleet: Fleet, options: WorkerOptions) -> None:
-    """Refuse, before the first lease, what every request would be refused for."""
+def _check_engines(fleet: Fleet, options: WorkerOptions) -> None:
     for engine in fleet.engines:
         if options.routed_experts and engine.connected and engine.server.enable_return_routed_experts is False:
             raise BadInput(

@@ -12,11 +12,11 @@ import logging
 import random
 from typing import Literal
 
-from strawq.aio import AsyncQueue
 from strawq.errors import BadInput, Fenced, OperatorNeeded, OutcomeUnknown, StrawqError, TryAgain
 from strawq.handles import Reported
 from strawq.queue import Change
 from strawq_workers.worker.metrics import Counters
+from strawq_workers.worker.source import WorkSource
 
 log = logging.getLogger("strawq.worker")
 
@@ -33,7 +33,7 @@ BACKOFF_MAX_S = 5.0
 class Reporter:
     """Sends changes of one queue. Belongs to one event loop."""
 
-    def __init__(self, queue: AsyncQueue, counters: Counters) -> None:
+    def __init__(self, queue: WorkSource, counters: Counters) -> None:
         self._queue = queue
         self._counters = counters
         self._waiting: list[tuple[Change, asyncio.Future[Standing]]] = []
@@ -102,7 +102,7 @@ class Reporter:
             _answer(future, "dead" if task in receipt.dead else "counts" if receipt.counts(task) else "stale")
 
     async def _commit(self, changes: list[Change]) -> Reported:
-        request, delay, tries = self._queue.queue.pool.new_request(), BACKOFF_S, 0
+        request, delay, tries = self._queue.new_request(), BACKOFF_S, 0
         while True:
             try:
                 return await self._queue.report(changes, request_id=request)

@@ -10,16 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
-
-import msgspec
 
 from strawq.errors import BadInput, StrawqError
-from strawq.model import Pause
-from strawq.pool import Pool
 from strawq_workers.worker.group import GroupRun
 from strawq_workers.worker.place import Place, first_of
 from strawq_workers.worker.reporting import words
+from strawq_workers.worker.source import Around
 
 log = logging.getLogger("strawq.worker")
 
@@ -27,34 +23,11 @@ LOOK_SECONDS_MAX = 0.4
 RETRY_S = 1.0
 
 
-class Around(msgspec.Struct, frozen=True):
-    """The pool as of one look."""
-
-    branch: str
-    sessions: frozenset[str]
-    pause: Pause | None
-    policy_version: str
-
-
-def look(pool: Pool) -> Around:
-    """One look at the newest log entry. Reads files: call it in a thread."""
-
-    def view(machine: Any) -> Around:
-        state = machine.state
-        meta = state.branch.meta
-        sessions = frozenset(session.id for session in state.sessions.values())
-        return Around(state.active.row, sessions, meta.pause, meta.policy_version)
-
-    around: Around = pool.log.refresh(view)
-    return around
-
-
 class Watcher:
     """Looks around until cancelled. Belongs to the worker's event loop."""
 
-    def __init__(self, place: Place, pool: Pool, runs: Callable[[], Iterable[GroupRun]]) -> None:
+    def __init__(self, place: Place, runs: Callable[[], Iterable[GroupRun]]) -> None:
         self.place = place
-        self.pool = pool
         self.runs = runs
         self.paused = False
         self.look_now = asyncio.Event()
@@ -69,7 +42,7 @@ class Watcher:
                 await first_of(self.look_now, timeout=self._seconds)
                 self.look_now.clear()
                 try:
-                    around = await self.place.queue.run(look, self.pool)
+                    around = await self.place.queue.look()
                 except (StrawqError, OSError) as error:
                     log.warning("the pool cannot be read just now: %s", error)
                     continue
@@ -116,7 +89,7 @@ class Watcher:
             self.place.admission.pause()
             log.info("admission is paused (%s); policy %s", around.pause.reason, self.place.options.pause_policy)
             self._begin()
-        elif self._acknowledged and self.pool.keeper.current not in around.pause.acknowledged:
+        elif self._acknowledged and self.place.queue.session not in around.pause.acknowledged:
             # Another pause has followed the first between two looks, or this is another session of ours.
             self._acknowledged = False
             self._begin()
@@ -138,7 +111,7 @@ class Watcher:
                         await first_of(self.place.changed, timeout=self._seconds)
                 else:
                     await self.place.fleet.pause("in_place")
-                await self.place.queue.run(self.pool.acknowledge_pause)
+                await self.place.queue.acknowledge_pause()
                 self._acknowledged = True
                 log.info("pause acknowledged: %s", _STOPPED[policy])
                 return

@@ -30,7 +30,7 @@ def _running(stage) -> int:
 
 def _acknowledged(stage) -> bool:
     paused = stage.pool.inspect().paused
-    return paused is not None and stage.worker.pool.keeper.current in paused.acknowledged
+    return paused is not None and stage.worker.place.queue.session in paused.acknowledged
 
 
 async def load_weights(stage, version: str, *, flush_cache: bool = True) -> None:
@@ -182,7 +182,7 @@ async def test_a_worker_taken_for_dead_drops_its_work_says_so_once_and_goes_on(s
     async with stage_of(tokens_per_second=30) as stage:
         stage.submit(2)
         worker, _ = await started(stage, max_groups=2)
-        session = stage.worker.pool.keeper.current
+        session = stage.worker.place.queue.session
         with caplog.at_level(logging.WARNING, "strawq.worker"):
             # On the worker's own loop, so that it cannot lease the groups anew in between.
             stage.pool.commit(Expire(request="e", session=session, reason="test"))
@@ -211,7 +211,7 @@ async def test_a_report_that_comes_too_late_does_not_count(stage_of):
         worker = stage.start(reward="hooks_for_tests:waits", max_groups=1)
         await stage.until("the hook is called", lambda: hooks.calls["waits"] == 2, worker)
         run = next(iter(stage.worker.runs.values()))
-        session = stage.worker.pool.keeper.current
+        session = stage.worker.place.queue.session
         stage.worker.watcher._seconds = 60.0  # the report itself must find out
         stage.pool.commit(Expire(request="e", session=session, reason="test"))
         (lease,) = stage.queue.acquire(1)
@@ -228,7 +228,7 @@ async def test_a_worker_resumes_what_is_left_of_a_session_that_died(stage_of):
         stage.submit(1)
         worker, stop = await started(stage, save_tokens=4)
         (held,) = await stage.until("progress is saved", lambda: stage.held(stage="partial"), worker)
-        session = stage.worker.pool.keeper.current
+        session = stage.worker.place.queue.session
         await asyncio.to_thread(stage.pool.commit, Expire(request="e", session=session, reason="test"))
         summary = await worker
         assert summary.counters.groups_accepted == 1 and summary.counters.tokens_resumed >= held.task.tokens

@@ -1,0 +1,116 @@
+"""Where a worker's groups come from and go to: a queue of a pool, or a slime data source in this process.
+
+The rule: the worker sees one face, `WorkSource`, and the same holds behind it everywhere. A group is one holder's at a
+time, a report of an older attempt does not count, and a group that was fetched is complete, dropped, or goes back; no
+call blocks the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from strawq.aio import AsyncQueue
+from strawq.handles import Lease, Leases, Reported
+from strawq.model import Pause
+from strawq.pool import Pool
+from strawq.queue import Change, Work
+
+T = TypeVar("T")
+
+
+class Around(msgspec.Struct, frozen=True):
+    """What is so around the work, as of one look: the active branch, the live sessions, the pause and the policy."""
+
+    branch: str
+    sessions: frozenset[str]
+    pause: Pause | None
+    policy_version: str
+
+
+class WorkSource(Protocol):
+    """What a worker uses of a queue. Calls as those of `strawq.queue.Queue`, with its answers and errors."""
+
+    @property
+    def pool(self) -> Pool | None:
+        """The pool behind it, None where there is none."""
+
+    @property
+    def session(self) -> str:
+        """The session that holds the leases just now; empty if there is none."""
+
+    def new_request(self) -> str: ...
+
+    async def run(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Any blocking call in a thread of the source's."""
+
+    async def acquire(self, count: int = 1, *, request_id: str | None = None) -> Leases: ...
+
+    async def open(self, lease: Lease) -> Work: ...
+
+    async def report(self, changes: Sequence[Change], *, request_id: str | None = None) -> Reported: ...
+
+    async def look(self) -> Around: ...
+
+    async def acknowledge_pause(self) -> None: ...
+
+    async def close(self) -> None:
+        """Wait for the calls under way. What is leased stays leased: the worker gives it back before."""
+
+
+class PoolSource:
+    """A queue of an open pool. The pool stays open when this is closed."""
+
+    def __init__(self, pool: Pool, queue: str, io_concurrency: int) -> None:
+        """Raises `BadInput` if the pool has no such queue. Reads files: call it in a thread."""
+        self._pool = pool
+        self._queue = AsyncQueue(pool.queue(queue), io_concurrency)
+
+    @property
+    def pool(self) -> Pool:
+        return self._pool
+
+    @property
+    def session(self) -> str:
+        return self._pool.keeper.current
+
+    def new_request(self) -> str:
+        return self._pool.new_request()
+
+    async def run(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        return await self._queue.run(call, *args, **options)
+
+    async def acquire(self, count: int = 1, *, request_id: str | None = None) -> Leases:
+        return await self._queue.acquire(count, request_id=request_id)
+
+    async def open(self, lease: Lease) -> Work:
+        return await self._queue.open(lease)
+
+    async def report(self, changes: Sequence[Change], *, request_id: str | None = None) -> Reported:
+        return await self._queue.report(changes, request_id=request_id)
+
+    async def look(self) -> Around:
+        return await self._queue.run(look, self._pool)
+
+    async def acknowledge_pause(self) -> None:
+        await self._queue.run(self._pool.acknowledge_pause)
+
+    async def close(self) -> None:
+        # Not in one of its own threads, which it waits for.
+        await asyncio.to_thread(self._queue.close)
+
+
+def look(pool: Pool) -> Around:
+    """One look at the newest log entry. Reads files: call it in a thread."""
+
+    def view(machine: Any) -> Around:
+        state = machine.state
+        meta = state.branch.meta
+        sessions = frozenset(session.id for session in state.sessions.values())
+        return Around(state.active.row, sessions, meta.pause, meta.policy_version)
+
+    around: Around = pool.log.refresh(view)
+    return around
