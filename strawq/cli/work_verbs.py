@@ -26,7 +26,9 @@ def work(
     processes: Annotated[int, typer.Option("--processes", min=1, help="Worker processes to start here.")] = 1,
     workers: Annotated[
         int,
-        typer.Option("--workers", min=0, show_default="--processes", help="Workers that share these engines, in all."),
+        typer.Option(
+            "--workers", min=0, show_default="live ones of this role", help="Workers that share these engines, in all."
+        ),
     ] = 0,
     worker_index: Annotated[int, typer.Option("--worker-index", help="Which of them the first one here is.")] = 0,
     role: Annotated[str, typer.Option("--role", help="Shown by `inspect`.")] = "worker",
@@ -82,10 +84,41 @@ def work(
     ] = "refuse",
     save_tokens: Annotated[int, typer.Option("--save-tokens", help="Save after so many tokens (0: off).")] = 0,
     save_seconds: Annotated[float, typer.Option("--save-seconds", help="Save after so long (0: off).")] = 60.0,
+    max_staleness: Annotated[
+        int, typer.Option("--max-staleness", help="Policy versions that a group's oldest token may lag (-1: any).")
+    ] = -1,
+    staleness_policy: Annotated[
+        Literal["admit", "oldest_first", "drop"], typer.Option("--staleness-policy", help="How that is kept.")
+    ] = "admit",
+    batch_groups: Annotated[int, typer.Option("--batch-groups", help="Groups of a training batch, for that.")] = 0,
+    stale_drops_max: Annotated[
+        int, typer.Option("--stale-drops-max", help="So often a prompt is dropped as stale, then it is delivered late.")
+    ] = 3,
+    version_wait_s: Annotated[
+        float, typer.Option("--version-wait-s", help="Wait so long for engines to report a new version.")
+    ] = 60.0,
+    generate: Annotated[
+        str,
+        typer.Option(
+            "--generate", metavar="MODULE:FUNCTION", show_default=False, help="Function that makes a sample by turns."
+        ),
+    ] = "",
+    sample_hooks: Annotated[
+        list[str],
+        typer.Option(
+            "--sample-hook",
+            metavar="MODULE:FUNCTION",
+            show_default=False,
+            help="Run before the reward; may be repeated.",
+        ),
+    ] = [],  # noqa: B006 (typer copies it)
     reward: Annotated[
         str, typer.Option("--reward", metavar="MODULE:FUNCTION", show_default=False, help="Hook that scores answers.")
     ] = "",
     group_reward: Annotated[bool, typer.Option("--group-reward", help="It scores a group at once.")] = False,
+    reward_key: Annotated[
+        str, typer.Option("--reward-key", show_default=False, help="The number in rewards that are objects.")
+    ] = "",
     dynamic_filter: Annotated[
         str,
         typer.Option("--dynamic-filter", metavar="MODULE:FUNCTION", show_default=False, help="Hook that drops groups."),
@@ -101,9 +134,12 @@ def work(
     hook_args: Annotated[
         str, typer.Option("--hook-args", metavar="JSON", show_default=False, help="Attributes of the hooks' `args`.")
     ] = "",
+    evaluation: Annotated[bool, typer.Option("--evaluation", help="What hooks are told that ask for it.")] = False,
     pause_policy: Annotated[
         Literal["abort", "drain", "in_place"], typer.Option("--pause-policy", help="What a pause does to requests.")
     ] = "abort",
+    online_gc: Annotated[bool, typer.Option("--online-gc", help="Collect garbage while working.")] = False,
+    gc_seconds: Annotated[float, typer.Option("--gc-seconds", help="Between two collections.")] = 60.0,
     engine_timeout_s: Annotated[
         float, typer.Option("--engine-timeout-s", help="Give up when no engine has answered for so long.")
     ] = 120.0,
@@ -127,7 +163,7 @@ def work(
     from strawq_workers.worker.options import WorkerOptions
 
     options = WorkerOptions(
-        **{**given, "stop": tuple(stop), "stop_token_ids": tuple(stop_token_ids)},
+        **{**given, "stop": tuple(stop), "stop_token_ids": tuple(stop_token_ids), "sample_hooks": tuple(sample_hooks)},
         engines=tuple(engine),
         queue=chosen,
         workers=workers or processes,

@@ -18,6 +18,7 @@ from strawq_workers.sglang.wire import Sampling
 
 PausePolicy = Literal["abort", "drain", "in_place"]
 ChangedSampling = Literal["refuse", "mark"]
+StalenessPolicy = Literal["admit", "oldest_first", "drop"]
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,8 +26,9 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Engines and capacity. `engines`: URLs of engines or routers. `concurrency` (C): requests in flight per engine.
     `workers` (W) and `worker_index`: how many workers share these engines, and which of them this one is; each gets its
-    share of ⌊C·E/G⌋ groups. `max_groups` sets the share by hand (0: computed). `max_concurrent_samples`: sample-level
-    admission, capacity of this worker in samples (0: group-level).
+    share of ⌊C·E/G⌋ groups. With `workers` 0 they are the live sessions of the pool that have this worker's `role`, and
+    shares follow them as they come and go. `max_groups` sets the share by hand (0: computed).
+    `max_concurrent_samples`: sample-level admission, capacity of this worker in samples (0: group-level).
 
     Generation. `samples` (G): answers to a prompt that does not say. `max_new_tokens`: response tokens of a sample, all
     its requests together. `max_context_tokens`: prompt and response (0: the engine's context). `logprob_mode`: what the
@@ -42,13 +44,24 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stop strings and `min_new_tokens`, which do not look across requests (with these, `save_seconds` is not obeyed), and
     `partial_rollout`.
 
-    Hooks are dotted paths, `module.function` or `module:function`. `reward`: `async (args, sample)` to a number or
-    dict, or `(args, samples)` to a list with `group_reward`. `dynamic_filter`: `(args, samples)` to
-    `DynamicFilterOutput`. `tokenize`: `(args, prompt)` to token ids, for prompts without. `detokenize`: `(args,
-    tokens)` to text, where the engine has no `/v1/detokenize`. `hook_args` are further attributes of `args`.
+    Staleness. `max_staleness`: how many policy versions older than the served one a group's oldest token may be (-1: no
+    budget). `staleness_policy`: `admit` and `oldest_first` admit no more than `max_staleness` + 1 batches of
+    `batch_groups` groups that are not trained yet; `drop` throws a group beyond the budget away, and its prompt starts
+    anew, at most `stale_drops_max` times. `version_wait_s`: how long a worker waits, after a resume with a new version,
+    for engines that still report an older one.
+
+    Hooks are dotted paths, `module.function` or `module:function`. `generate`: `async (args, sample, sampling_params)`
+    to the sample, in place of the worker's own request. `sample_hooks`: `(args, sample, *, rollout_id, evaluation)` to
+    the sample or None, in order, before the reward. `reward`: `async (args, sample)` to a number or dict, or `(args,
+    samples)` to a list with `group_reward`; `reward_key` picks the number out of a dict where one is needed.
+    `evaluation` is what hooks that ask for it are told. `dynamic_filter`: `(args, samples)` to `DynamicFilterOutput`.
+    `tokenize`: `(args, prompt)` to token ids, for prompts without. `detokenize`: `(args, tokens)` to text, where the
+    engine has no `/v1/detokenize`. `hook_args` are further attributes of `args`.
 
     Pause. `pause_policy`: `abort` ends requests and saves prefixes; `drain` finishes the groups in hand; `in_place`
     freezes the engines.
+
+    Cleaning. `online_gc`: this worker also collects garbage, every `gc_seconds`.
 
     Limits. `engine_timeout_s`: how long no engine may answer before the worker gives up. `abort_timeout_s`: how long an
     abort may take. `refusals_max`: groups in a row that end in an engine's refusal before the worker stops, since then
@@ -89,14 +102,27 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     save_tokens: int = 0
     save_seconds: float = 60.0
 
+    max_staleness: int = -1
+    staleness_policy: StalenessPolicy = "admit"
+    batch_groups: int = 0
+    stale_drops_max: int = 3
+    version_wait_s: float = 60.0
+
+    generate: str = ""
+    sample_hooks: tuple[str, ...] = ()
     reward: str = ""
     group_reward: bool = False
+    reward_key: str = ""
     dynamic_filter: str = ""
     tokenize: str = ""
     detokenize: str = ""
     hook_args: dict[str, Any] = {}
+    evaluation: bool = False
 
     pause_policy: PausePolicy = "abort"
+
+    online_gc: bool = False
+    gc_seconds: float = 60.0
 
     engine_timeout_s: float = 120.0
     abort_timeout_s: float = 30.0
@@ -108,7 +134,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not self.engines:
             raise BadInput("a worker needs the URL of at least one engine (or router)")
         _check_numbers(self)
-        if not 0 <= self.worker_index < self.workers:
+        if self.workers and not 0 <= self.worker_index < self.workers:
             raise BadInput(f"worker_index is {self.worker_index}; of {self.workers} workers they are 0 to W - 1")
         if self.max_concurrent_samples and self.max_concurrent_samples < self.samples:
             raise BadInput(
@@ -123,6 +149,16 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise BadInput("mask_offpolicy_in_partial_rollout needs partial_rollout")
         if self.group_reward and not self.reward:
             raise BadInput("group_reward says how the reward hook is called; name the hook in reward")
+        if self.max_staleness >= 0 and self.staleness_policy != "drop" and not self.batch_groups:
+            raise BadInput(
+                f"staleness_policy {self.staleness_policy} bounds the batches that are not trained yet: set "
+                "batch_groups to the groups of one training batch"
+            )
+        if self.generate and not self.partial_rollout:
+            raise BadInput(
+                "a generate function makes a sample of several requests, which partial_rollout=False forbids: leave one"
+                " of them out"
+            )
         if self.save_tokens and self.looks_back:
             raise BadInput(
                 f"save_tokens divides a response into requests, and {self.looks_back} do not look across requests: "
@@ -169,12 +205,12 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 _LOOK_BACK = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
-_AT_LEAST_ONE = ("io_concurrency", "concurrency", "workers", "samples", "max_new_tokens", "refusals_max")
+_AT_LEAST_ONE = ("io_concurrency", "concurrency", "samples", "max_new_tokens", "refusals_max", "stale_drops_max")
 _NOT_NEGATIVE = (
-    "max_groups", "max_concurrent_samples", "max_context_tokens", "top_logprobs", "save_tokens", "save_seconds",
-    "groups_max",
+    "workers", "max_groups", "max_concurrent_samples", "max_context_tokens", "top_logprobs", "save_tokens",
+    "save_seconds", "batch_groups", "version_wait_s", "groups_max",
 )  # fmt: skip
-_POSITIVE = ("lease_seconds", "engine_timeout_s", "abort_timeout_s", "log_seconds")
+_POSITIVE = ("lease_seconds", "engine_timeout_s", "abort_timeout_s", "log_seconds", "gc_seconds")
 
 
 def _check_numbers(options: WorkerOptions) -> None:
@@ -188,5 +224,7 @@ def _check_numbers(options: WorkerOptions) -> None:
         value = getattr(options, name)
         if not (value > 0 and math.isfinite(value)):
             raise BadInput(f"{name} is {value}; it must be positive")
+    if options.max_staleness < -1:
+        raise BadInput(f"max_staleness is {options.max_staleness}; it must be at least 0, or -1 for no budget")
     if options.top_logprobs and not options.logprobs:
         raise BadInput("top_logprobs needs logprobs")
