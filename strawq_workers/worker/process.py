@@ -16,6 +16,7 @@ from pathlib import Path
 
 from strawq.errors import BadInput
 from strawq.pool import Pool
+from strawq.upkeep import Upkeep
 from strawq_workers.sglang.fleet import Fleet
 from strawq_workers.worker.hooks import Hooks
 from strawq_workers.worker.loop import Worker, make_admission
@@ -53,7 +54,10 @@ async def work(
         _end_on_signals(stop)
     opened = await asyncio.to_thread(Pool.open, Path(pool), role=options.role, lease_seconds=options.lease_seconds)
     queue: PoolSource | None = None
+    upkeep = Upkeep(opened, options.gc_seconds)
     try:
+        if options.online_gc:
+            upkeep.start()
         queue = await asyncio.to_thread(PoolSource, opened, options.queue, options.io_concurrency)
         fleet = await open_fleet(options, stop)
         if fleet is None:
@@ -64,6 +68,7 @@ async def work(
         log.info("ended (%s): %s", summary.reason, log_line(summary.counters, 0))
         return summary
     finally:
+        await asyncio.to_thread(upkeep.close)
         if queue is not None:
             await queue.close()
         await asyncio.to_thread(opened.close)
