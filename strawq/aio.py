@@ -37,8 +37,8 @@ class AsyncQueue:
     async def submit(self, prompts: Iterable[Prompt], **options: Any) -> Submitted:
         return await self.run(self.queue.submit, prompts, **options)
 
-    async def seal(self, sealed: bool = True) -> None:
-        await self.run(self.queue.seal, sealed)
+    async def seal(self, sealed: bool = True, *, request_id: str | None = None) -> None:
+        await self.run(self.queue.seal, sealed, request_id=request_id)
 
     async def acquire(
         self, count: int = 1, *, stages: Sequence[Stage] = ("partial", "fresh"), request_id: str | None = None

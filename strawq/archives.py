@@ -54,18 +54,27 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def save_archive(
-    pool: Pool, name: str, queue: str, tasks: Sequence[str], metadata: Mapping[str, Any] | None = None
+    pool: Pool,
+    name: str,
+    queue: str,
+    tasks: Sequence[str],
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    request_id: str | None = None,
 ) -> Archive:
-    """Keep the groups of these live tasks as they are now. `BadInput` if the name is taken or a task has ended."""
+    """Keep the groups of these live tasks as they are now. `BadInput` if the name is taken or a task has ended, or if
+    this request is a repeated one whose archive has been deleted since."""
     command = c.KeepArchive(
-        request=pool.new_request(),
+        request=pool.request(request_id),
         queue=queue,
         name=name,
         tasks=tuple(tasks),
         metadata=encode_metadata(metadata),
         time_ms=pool.clock.wall_ms(),
     )
-    archive: Archive = pool.commit(command, view=lambda machine, _: machine.state.archives[name])
+    archive: Archive | None = pool.commit(command, view=lambda machine, _: machine.state.archives.get(name))
+    if archive is None:
+        raise BadInput(f"archive {name} was kept by this request and has been deleted since; take a new request id")
     return archive
 
 
@@ -79,9 +88,9 @@ def list_archives(pool: Pool) -> list[Archive]:
     return archives
 
 
-def delete_archive(pool: Pool, name: str) -> None:
+def delete_archive(pool: Pool, name: str, *, request_id: str | None = None) -> None:
     """Drop the archive; what only it kept is garbage from then on. `BadInput` if there is none of that name."""
-    pool.commit(c.DropArchive(request=pool.new_request(), name=name))
+    pool.commit(c.DropArchive(request=pool.request(request_id), name=name))
 
 
 def held_by(pool: Pool, name: str) -> tuple[Archive, list[Held]]:

@@ -3,6 +3,10 @@ special.
 
 `Pool.init` makes one, `Pool.open` opens it, `pool.queue(name)` is where the work is. Every call is safe from many
 threads; a call that changes something returns when the change is durable.
+
+Where such a call takes a `request_id`, asking again with the same id and content gives the first answer and changes
+nothing, for as long as the pool remembers it (`limits.REQUESTS_KEPT`); with other content it is `RequestConflict`.
+That is how to go on after `OutcomeUnknown`.
 """
 
 from __future__ import annotations
@@ -179,56 +183,70 @@ class Pool:
         version: str = self.log.refresh(lambda machine: machine.state.branch.meta.policy_version)
         return version
 
-    def publish_version(self, version: str | int) -> None:
+    def publish_version(self, version: str | int, *, request_id: str | None = None) -> None:
         """Record that the engines serve `version` from now on. It never goes back, except by a rollback."""
-        self.commit(c.PublishVersion(request=self.new_request(), version=str(version)))
+        self.commit(c.PublishVersion(request=self.request(request_id), version=str(version)))
 
-    def pause(self, reason: str = "") -> None:
+    def pause(self, reason: str = "", *, request_id: str | None = None) -> None:
         """Stop admission: `acquire` answers `paused` everywhere until `resume`. Leases are kept."""
-        self.commit(c.PauseAdmission(request=self.new_request(), reason=reason, session=self.keeper.current))
+        command = c.PauseAdmission(request=self.request(request_id), reason=reason, session=self.keeper.current)
+        self.commit(command)
 
     def acknowledge_pause(self) -> None:
         """Say that this process's engines have stopped."""
         self.commit(c.AcknowledgePause(request=self.new_request(), session=self.keeper.require()))
 
-    def resume(self, version: str | int | None = None) -> None:
+    def resume(self, version: str | int | None = None, *, request_id: str | None = None) -> None:
         """Let admission go on, with a new policy version if one is given."""
-        self.commit(c.Resume(request=self.new_request(), version="" if version is None else str(version)))
+        self.commit(c.Resume(request=self.request(request_id), version="" if version is None else str(version)))
 
     # Lifetime.
 
     def checkpoint(
-        self, name: str, metadata: Mapping[str, Any] | None = None, bindings: Mapping[str, str] | None = None
+        self,
+        name: str,
+        metadata: Mapping[str, Any] | None = None,
+        bindings: Mapping[str, str] | None = None,
+        *,
+        request_id: str | None = None,
     ) -> int:
         """Root everything that is live at one log position under `name`; returns that position.
 
         `bindings` are digests of files outside (a model checkpoint's manifest) that a rollback can be checked
         against."""
         command = c.TakeCheckpoint(
-            request=self.new_request(),
+            request=self.request(request_id),
             name=name,
             metadata=encode_metadata(metadata),
             bindings=tuple((bindings or {}).items()),
             time_ms=self.clock.wall_ms(),
         )
-        seq: int = self.commit(command, view=lambda machine, _: machine.seq + 1)
-        return seq
+        event: e.Checkpointed = self.commit(command)
+        return event.seq
 
-    def drop_checkpoint(self, name: str) -> None:
-        self.commit(c.DropCheckpoint(request=self.new_request(), name=name))
+    def drop_checkpoint(self, name: str, *, request_id: str | None = None) -> None:
+        self.commit(c.DropCheckpoint(request=self.request(request_id), name=name))
 
-    def rollback(self, target: str, bindings: Mapping[str, str] | None = None, branch: str = "") -> str:
+    def rollback(
+        self,
+        target: str,
+        bindings: Mapping[str, str] | None = None,
+        branch: str = "",
+        *,
+        request_id: str | None = None,
+    ) -> str:
         """Go on from a checkpoint, or from where a branch was left, on a new branch; returns its name. Every lease of
         the old one ends."""
         command = c.Rollback(
-            request=self.new_request(), target=target, branch=branch, bindings=tuple((bindings or {}).items())
+            request=self.request(request_id), target=target, branch=branch, bindings=tuple((bindings or {}).items())
         )
-        name: str = self.commit(command, view=lambda machine, _: machine.state.active.row)
+        event: e.RolledBack = self.commit(command)
         self._queues.clear()
-        return name
+        return event.branch
 
-    def drop_branch(self, name: str) -> None:
-        self.commit(c.DropBranch(request=self.new_request(), name=name))
+    def drop_branch(self, name: str, *, request_id: str | None = None) -> None:
+        """`BadInput` if it is the active one, or none of that name is there."""
+        self.commit(c.DropBranch(request=self.request(request_id), name=name))
 
     def checkpoints(self) -> list[Checkpoint]:
         """The checkpoints with their metadata and bindings, by name."""
@@ -298,6 +316,14 @@ class Pool:
         """Where an object's bytes are now; None if nothing reaches it any more."""
         row: StoredObject | None = self.log.refresh(lambda machine: machine.state.objects.get(digest))
         return row
+
+    def request(self, given: str | None) -> str:
+        """The caller's request id, or a new one."""
+        if given is None:
+            return self.new_request()
+        if not given:
+            raise BadInput("a request id is not empty")
+        return given
 
     def new_request(self) -> str:
         with self._counter:

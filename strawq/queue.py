@@ -99,10 +99,10 @@ class Queue:
         known = self._look(lambda state: state.branch.queues[self.name].producers.get(producer))
         return known.cursor if known else ""
 
-    def seal(self, sealed: bool = True) -> None:
+    def seal(self, sealed: bool = True, *, request_id: str | None = None) -> None:
         """Say that no further prompts will come: then the last batch may be smaller, and `acquire` ends with
         `sealed`."""
-        self.pool.commit(c.Seal(request=self._request(None), queue=self.name, sealed=sealed))
+        self.pool.commit(c.Seal(request=self._request(request_id), queue=self.name, sealed=sealed))
 
     # Leases.
 
@@ -311,18 +311,20 @@ class Queue:
         )
         return tasks
 
-    def retry_failed(self, tasks: Sequence[str]) -> tuple[str, ...]:
+    def retry_failed(self, tasks: Sequence[str], *, request_id: str | None = None) -> tuple[str, ...]:
         """Send dead letters back to work; returns those that were."""
         answer = self.pool.commit(
-            c.RetryFailed(request=self._request(None), queue=self.name, branch=self.pool.branch(), tasks=tuple(tasks))
+            c.RetryFailed(
+                request=self._request(request_id), queue=self.name, branch=self.pool.branch(), tasks=tuple(tasks)
+            )
         )
         return () if isinstance(answer, e.Refusal) else answer.tasks
 
-    def drop_tasks(self, tasks: Sequence[str], reason: str) -> tuple[str, ...]:
+    def drop_tasks(self, tasks: Sequence[str], reason: str, *, request_id: str | None = None) -> tuple[str, ...]:
         """End tasks that nobody holds (pending, ready, dead letters); returns those that were."""
         answer = self.pool.commit(
             c.DropTasks(
-                request=self._request(None),
+                request=self._request(request_id),
                 queue=self.name,
                 branch=self.pool.branch(),
                 tasks=tuple(tasks),
@@ -347,11 +349,7 @@ class Queue:
         return self.pool.log.refresh(lambda machine: view(machine.state))
 
     def _request(self, given: str | None) -> str:
-        if given is None:
-            return self.pool.new_request()
-        if not given:
-            raise BadInput("a request id is not empty")
-        return given
+        return self.pool.request(given)
 
 
 def _held(state: State, task: Task) -> Held:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strawq.cli.app import verb
-from strawq.cli.options import Bindings, PoolPath, opened, read_bindings
+from strawq.cli.options import Bindings, PoolPath, RequestId, once, opened, read_bindings
 from strawq.cli.output import Answer, table
 
 if TYPE_CHECKING:
+    from strawq.core.events import RolledBack
     from strawq.rollback_plan import RollbackPlan
 
 
@@ -25,6 +26,7 @@ def checkpoint(
     bind: Bindings = [],  # noqa: B006 (typer copies it)
     show: Annotated[bool, typer.Option("--list", help="Show the checkpoints instead.")] = False,
     delete: Annotated[bool, typer.Option("--delete", help="Drop the checkpoint NAME instead.")] = False,
+    request_id: RequestId = "",
 ) -> Answer:
     """Root everything that is live at this log position under a name.
 
@@ -32,7 +34,7 @@ def checkpoint(
     """
     from strawq.errors import BadInput
 
-    if show + delete > 1 or (show and name) or ((show or delete) and (metadata or bind)):
+    if show + delete > 1 or (show and (name or request_id)) or ((show or delete) and (metadata or bind)):
         raise BadInput("--list stands alone, and --delete takes a name and nothing else")
     if not show and not name:
         raise BadInput("name the checkpoint (or use --list)")
@@ -40,11 +42,13 @@ def checkpoint(
         return _list_checkpoints(pool)
     if delete:
         with opened(pool) as open_pool:
-            open_pool.drop_checkpoint(name)
+            once(open_pool, request_id, lambda request: open_pool.drop_checkpoint(name, request_id=request))
         return Answer({"deleted": name}, f"checkpoint {name} is dropped; garbage collection frees what only it kept")
     extra, bindings = _metadata(metadata), read_bindings(bind)
     with opened(pool) as open_pool:
-        seq = open_pool.checkpoint(name, extra, bindings)
+        seq = once(
+            open_pool, request_id, lambda request: open_pool.checkpoint(name, extra, bindings, request_id=request)
+        )
     return Answer({"checkpoint": name, "seq": seq, "bindings": bindings}, f"checkpoint {name} at log position {seq}")
 
 
@@ -95,24 +99,31 @@ def rollback(
     branch: Annotated[str, typer.Option("--branch", show_default=False, help="Name of the new branch.")] = "",
     bind: Bindings = [],  # noqa: B006 (typer copies it)
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would change.")] = False,
+    request_id: RequestId = "",
 ) -> Answer:
     """Go on from a checkpoint on a new branch. Every lease of the branch that is left ends; nothing is deleted.
 
     With --bind NAME=FILE it is refused unless the checkpoint was bound to files of the same content.
     """
+    from strawq.core.commands import Rollback
     from strawq.rollback_plan import plan_rollback
 
     bindings = read_bindings(bind)
     with opened(pool) as open_pool:
-        plan: RollbackPlan = open_pool.log.refresh(
-            lambda machine: plan_rollback(machine.state, target, bindings, branch)
-        )
         if dry_run:
+            plan: RollbackPlan = open_pool.log.refresh(
+                lambda machine: plan_rollback(machine.state, target, bindings, branch)
+            )
             return Answer({"dry_run": True, "plan": plan}, _describe(plan))
-        made = open_pool.rollback(target, bindings, branch)
-    # Others may have committed between the plan and the step: its counts are no receipt.
-    data = {"dry_run": False, "branch": made, "target": target, "left": plan.left}
-    return Answer(data, f"branch {made} goes on from {target}; {plan.left} is left as it is")
+
+        def roll(request: str) -> RolledBack:
+            pairs = tuple(bindings.items())
+            made: RolledBack = open_pool.commit(Rollback(request=request, target=target, branch=branch, bindings=pairs))
+            return made
+
+        made = once(open_pool, request_id, roll)
+    data = {"dry_run": False, "branch": made.branch, "target": target, "left": made.left}
+    return Answer(data, f"branch {made.branch} goes on from {target}; {made.left} is left as it is")
 
 
 def _describe(plan: RollbackPlan) -> str:
@@ -138,11 +149,12 @@ def branch(
     delete: Annotated[
         str, typer.Option("--delete", metavar="NAME", show_default=False, help="Drop a branch that was left.")
     ] = "",
+    request_id: RequestId = "",
 ) -> Answer:
     """Show the branches of a pool, or drop one that is not active."""
     with opened(pool) as open_pool:
         if delete:
-            open_pool.drop_branch(delete)
+            once(open_pool, request_id, lambda request: open_pool.drop_branch(delete, request_id=request))
             return Answer(
                 {"deleted": delete}, f"branch {delete} is dropped; garbage collection frees what only it kept"
             )

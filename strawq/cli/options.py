@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -17,6 +17,13 @@ QueueName = Annotated[
     str,
     typer.Option(
         "--queue", "-q", envvar="STRAWQ_QUEUE", show_default=False, help="Queue (may be left out if there is only one)."
+    ),
+]
+T = TypeVar("T")
+RequestId = Annotated[
+    str,
+    typer.Option(
+        "--request-id", metavar="ID", show_default=False, help="Asked again with the same id, it happens once."
     ),
 ]
 Bindings = Annotated[
@@ -38,6 +45,26 @@ def opened(path: str, role: str = "cli") -> Iterator[Pool]:
         raise BadInput(f"{path!r} is no directory; name the directory of a pool")
     with Pool.open(path, role=role) as pool:
         yield pool
+
+
+_ASK_AGAIN_SECONDS = (0.2, 1.0, 3.0)
+
+
+def once(pool: Pool, given: str, call: Callable[[str], T]) -> T:
+    """`call` with a request id, the user's or a new one; again with the same while nobody knows whether it happened.
+    `OutcomeUnknown` says in the end how to ask again."""
+    from strawq.errors import OutcomeUnknown
+
+    request = pool.request(given or None)
+    for seconds in _ASK_AGAIN_SECONDS:
+        try:
+            return call(request)
+        except OutcomeUnknown:
+            pool.clock.sleep(seconds)
+    try:
+        return call(request)
+    except OutcomeUnknown as error:
+        raise OutcomeUnknown(f"{error}; repeat the command with --request-id {request}: it is done once") from error
 
 
 def pick_queue(pool: Pool, name: str) -> Queue:

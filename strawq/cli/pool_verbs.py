@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from strawq.cli.app import group, verb
-from strawq.cli.options import PoolPath, QueueName, opened, pick_queue
+from strawq.cli.options import PoolPath, QueueName, RequestId, once, opened, pick_queue
 from strawq.cli.output import Answer, one_line, plural, say, size, table
 
 if TYPE_CHECKING:
@@ -241,11 +241,13 @@ def describe(view: Inspection, path: str) -> str:
 
 @verb("publish-version")
 def publish_version(
-    pool: PoolPath, version: Annotated[str, typer.Argument(metavar="VERSION", help="Policy version now served.")]
+    pool: PoolPath,
+    version: Annotated[str, typer.Argument(metavar="VERSION", help="Policy version now served.")],
+    request_id: RequestId = "",
 ) -> Answer:
     """Record the policy version that the engines serve from now on. It never goes back, except by a rollback."""
     with opened(pool) as open_pool:
-        open_pool.publish_version(version)
+        once(open_pool, request_id, lambda request: open_pool.publish_version(version, request_id=request))
         return _standing(open_pool.inspect())
 
 
@@ -253,10 +255,11 @@ def publish_version(
 def pause(
     pool: PoolPath,
     reason: Annotated[str, typer.Option("--reason", show_default=False, help="Shown to those that wait.")] = "",
+    request_id: RequestId = "",
 ) -> Answer:
     """Stop admission everywhere until `resume`. Leases are kept."""
     with opened(pool) as open_pool:
-        open_pool.pause(reason)
+        once(open_pool, request_id, lambda request: open_pool.pause(reason, request_id=request))
         return _standing(open_pool.inspect())
 
 
@@ -266,10 +269,11 @@ def resume(
     version: Annotated[
         str, typer.Option("--policy-version", show_default=False, help="New policy version, in the same step.")
     ] = "",
+    request_id: RequestId = "",
 ) -> Answer:
     """Let admission go on."""
     with opened(pool) as open_pool:
-        open_pool.resume(version or None)
+        once(open_pool, request_id, lambda request: open_pool.resume(version or None, request_id=request))
         return _standing(open_pool.inspect())
 
 
@@ -288,7 +292,7 @@ def seal(
     """Say that no further prompts will come: the last batch may be smaller, and workers end when work does."""
     with opened(pool) as open_pool:
         chosen = pick_queue(open_pool, queue)
-        chosen.seal(not unseal)
+        once(open_pool, "", lambda request: chosen.seal(not unseal, request_id=request))
     return Answer(
         {"queue": chosen.name, "sealed": not unseal}, f"queue {chosen.name} is {'open' if unseal else 'sealed'}"
     )

@@ -77,14 +77,31 @@ def _rolled_back(state: State, event: e.RolledBack, seq: int, _where: Where) -> 
                 queue.tasks.put(key, replace(queue.tasks[key], session=""))
         for batch in queue.batches.values():
             queue.batches.put(batch.number, replace(batch, session=""))
-    # What was answered on the line that is left is not remembered on this one.
+    # What was answered on the line that is left is not remembered on this one, but for what holds on every line.
     new.change(pause=None, forgotten_seq=seq)
+    if event.left:
+        _carry_answers(old, new)
     parent = checkpoint.branch if checkpoint else event.target
     base = checkpoint.seq if checkpoint else state.branches[event.target].left_seq
     state.branches.put(event.branch, BranchRow(event.branch, parent=parent, source=event.target, base_seq=base))
     state.branch_cell.put(new)
     state.active.put(event.branch)
     state.change(branches=state.meta.branches + 1)
+
+
+_OF_THE_POOL = (
+    e.Checkpointed, e.CheckpointDropped, e.RolledBack, e.BranchDropped, e.Archived, e.ArchiveDropped,
+)  # fmt: skip
+"""Events whose effect no rollback takes back: whoever asks again on another branch asks about what is there."""
+
+
+def _carry_answers(old: Branch, new: Branch) -> None:
+    """The oldest of them go when the next answer is remembered, if they are too many."""
+    for row in old.answered.values():
+        if isinstance(row.event, _OF_THE_POOL) and row.request not in new.answer_of:
+            meta = new.meta
+            new.answered.put(meta.answered_next, row)
+            new.change(answered_next=meta.answered_next + 1, answered_weight=meta.answered_weight + row.weight)
 
 
 def _hold_branch(state: State, branch: Branch, by: int) -> None:

@@ -134,7 +134,10 @@ class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
 
 
 class Checkpointed(Event, frozen=True, kw_only=True, tag="checkpointed"):
+    """`seq` is the entry that holds this event (0: of a strawq that did not say so)."""
+
     name: str
+    seq: int = 0
     metadata: str = ""
     bindings: tuple[tuple[str, str], ...] = ()
     time_ms: int = 0
@@ -145,10 +148,12 @@ class CheckpointDropped(Event, frozen=True, kw_only=True, tag="checkpoint_droppe
 
 
 class RolledBack(Event, frozen=True, kw_only=True, tag="rolled_back"):
-    """From here on `branch` is active; it goes on from `target`."""
+    """From here on `branch` is active; it goes on from `target`. `left` is the branch that was active; its answers
+    about checkpoints, branches and archives are remembered on the new one too. Empty: of a strawq that forgot them."""
 
     target: str
     branch: str
+    left: str = ""
 
 
 class BranchDropped(Event, frozen=True, kw_only=True, tag="branch_dropped"):

@@ -26,7 +26,11 @@ def _checkpoint(state: State, command: c.TakeCheckpoint) -> Answer:
     if sum(len(text.encode()) for pair in command.bindings for text in pair) > METADATA_BYTES:
         raise BadInput(f"the bindings of checkpoint {command.name} are larger than {METADATA_BYTES} bytes")
     return e.Checkpointed(
-        name=command.name, metadata=command.metadata, bindings=tuple(sorted(command.bindings)), time_ms=command.time_ms
+        name=command.name,
+        seq=state.seq + 1,
+        metadata=command.metadata,
+        bindings=tuple(sorted(command.bindings)),
+        time_ms=command.time_ms,
     )
 
 
@@ -63,7 +67,7 @@ def _rollback(state: State, command: c.Rollback) -> Answer:
     require_name(name, "branch")
     if name in state.branches or name in state.checkpoints:
         raise BadInput(f"the name {name!r} is taken by a branch or checkpoint; choose another")
-    return e.RolledBack(target=command.target, branch=name)
+    return e.RolledBack(target=command.target, branch=name, left=state.active.row)
 
 
 def _free_branch(state: State) -> str:
