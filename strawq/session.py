@@ -1,9 +1,10 @@
 """This process's session: joined when the first lease is wanted, kept alive by a thread of its own, left on a clean
 stop.
 
-The thread also watches the other sessions and expires those that have stopped, and folds new log entries, so that a
-rollback is noticed within a second. Losing the session (we were taken for dead) is not an error here: the next piece
-of work joins with a fresh id.
+The heartbeat waits for nothing: not for the log, whose commits may hang on a slow mount for longer than a lease, and
+not for this module's lock, which is held while a session joins. A second thread watches the other sessions and
+expires those that have stopped, and folds new log entries, so that a rollback is noticed within a second. Losing the
+session (we were taken for dead) is not an error here: the next piece of work joins with a fresh id.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ ROUND_SECONDS_MAX = 1.0
 
 
 class SessionKeeper:
-    """Joins, beats, watches, leaves. `round()` is one heartbeat and one look at the others; a thread calls it, or a
-    simulation does."""
+    """Joins, beats, watches, leaves. Threads call `beat()` and `watch()` over and over, or a simulation does; `round()`
+    is one of each."""
 
     def __init__(
         self,
@@ -62,10 +63,12 @@ class SessionKeeper:
         self._identify = identify
         self._observer = Observer(log.files, clock, self.round_seconds, dead)
         self._joined = 0
+        self._beating = ""
+        """The session whose heart beats: `current`, or one that is just joining. Read and written without a lock."""
         self._beat = 0
         self._lock = threading.RLock()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
 
     def require(self) -> str:
@@ -86,38 +89,54 @@ class SessionKeeper:
         self._joined += 1
         session = f"{self._instance[:16]}-{self._joined}"
         self._beat = 1
-        write_beat(self._log.files, Beat(session, self._beat, 0, self._instance))
-        self._log.commit(
-            Join(request=f"join-{session}", session=self._identify(session, self._role, self._lease_seconds))
-        )
+        write_beat(self._log.files, Beat(session, 1, 0, self._instance))
+        # It beats from here on: others see the session as soon as its entry has a name, and that is acknowledged later.
+        self._beating = session
+        self._start()
+        try:
+            self._log.commit(
+                Join(request=f"join-{session}", session=self._identify(session, self._role, self._lease_seconds))
+            )
+        except BaseException:
+            self._beating = ""
+            raise
         self.current = session
-        if self._background and self._thread is None:
-            self._thread = threading.Thread(target=self._keep, name="strawq-heartbeat", daemon=True)
-            self._thread.start()
 
-    def _keep(self) -> None:
+    def _start(self) -> None:
+        if self._background and not self._threads:
+            for name, act in (("heartbeat", self.beat), ("watch", self.watch)):
+                thread = threading.Thread(target=self._keep, args=(name, act), name=f"strawq-{name}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _keep(self, name: str, act: Callable[[], object]) -> None:
         while not self._stop.wait(self.round_seconds):
             try:
-                self.round()
+                act()
             except (OSError, StrawqError) as error:
                 # The next round tries again; if the mount stays away, others expire us, which is right.
-                logger.warning("heartbeat of session %s failed: %s", self.current, error)
+                logger.warning("%s of session %s failed: %s", name, self.current, error)
 
     def round(self) -> list[str]:
         """One heartbeat, one look around. Returns the sessions that were expired."""
         self.beat()
+        return self.watch()
+
+    def watch(self) -> list[str]:
+        """One look around: whether our session is still ours, and which others have stopped. Returns those that were
+        expired."""
         sessions = self._log.refresh(lambda machine: list(machine.state.sessions.values()))
         self._notice({session.id for session in sessions})
         return [self._expire(session, reason) for session, reason in self._observer.stopped(self._others(sessions))]
 
     def beat(self) -> None:
-        with self._lock:
-            session = self.current
-            self._beat += 1
-            if session:
-                # Read without the log's lock: a heartbeat never waits for a commit, and a hint is all that this is.
-                epoch = self._log.machine.state.meta.epoch
-                write_beat(self._log.files, Beat(session, self._beat, epoch, self._instance))
+        """One heartbeat. It takes no lock; two at once are as good as one, for only a counter that moves is wanted."""
+        session = self._beating
+        self._beat += 1
+        if session:
+            # The epoch is a hint: it is read while the state may be on the move.
+            epoch = self._log.machine.state.meta.epoch
+            write_beat(self._log.files, Beat(session, self._beat, epoch, self._instance))
 
     def _others(self, sessions: list[Session]) -> list[Session]:
         return [session for session in sessions if session.id != self.current]
@@ -127,8 +146,7 @@ class SessionKeeper:
             if self.current and self.current not in live:
                 logger.warning(
                     "session %s was taken for dead (this process stood still longer than its lease); its leases "
-                    "belong to others "
-                    "now, nothing of them will be committed; going on with a new session",
+                    "belong to others now, nothing of them will be committed; going on with a new session",
                     self.current,
                 )
                 self.forget()
@@ -138,7 +156,7 @@ class SessionKeeper:
         with self._lock:
             if self.current:
                 self.lost.append(self.current)
-                self.current = ""
+                self.current = self._beating = ""
 
     def _expire(self, session: Session, reason: str) -> str:
         # A request of its own for each observer: their reasons differ, and the second finds it done.
@@ -160,17 +178,18 @@ class SessionKeeper:
             self._log.files.remove(layout.session_file(session))
 
     def close(self) -> None:
-        """Give leases and batches back and stop the thread. In a forked child: nothing. If that fails, nothing has been
-        given back, and closing again tries again."""
+        """Give leases and batches back and stop the threads. In a forked child: nothing. If that fails, nothing has
+        been given back, and closing again tries again."""
         if os.getpid() != self._pid:
             return
         self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=10)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=10)
         with self._lock:
             session = self.current
             if session:
                 self._log.commit(Leave(request=f"leave-{session}", session=session))
-                self.current = ""
+                self.current = self._beating = ""
                 self._forget_file(session)
         self._log.snapshot_for_next()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.log import test_expiry as expiry
+from tests.log import test_heartbeats as heartbeats
 from tests.log import test_outcomes as outcomes
 from tests.log import test_races as races
 from tests.log import test_unknown_saves as saves
@@ -31,6 +32,9 @@ CAUGHT_BY: dict[str, Check] = {
     "a sleeping observer counts its own sleep": checks.an_observer_that_slept_takes_nobody_for_dead,
     "an unreadable heartbeat counts as stillness": given(
         expiry.test_an_observer_whose_mount_is_sick_takes_nobody_for_dead
+    ),
+    "heartbeats wait for the log": given(
+        heartbeats.test_a_commit_that_hangs_for_longer_than_a_lease_does_not_stop_the_heart
     ),
     "attempt not checked on commit": checks.an_old_attempt_of_the_same_process_is_fenced,
     "session not checked on commit": checks.a_report_under_anothers_lease_is_fenced,

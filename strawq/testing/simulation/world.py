@@ -10,6 +10,7 @@ import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import blake3
@@ -165,21 +166,30 @@ class World:
         for number in range(slot.strands):
             actor = slot.make(self, process)
             self.scheduler.spawn(f"{name}/{number}", actor.run, process, self.chance.uniform(0, 0.2))  # type: ignore[attr-defined]
-        self.scheduler.spawn(f"{name}/heart", lambda: self.keep(process), process, self.chance.uniform(0, 0.5))
+        for thread, act in (("heart", self.beat), ("watch", self.watch)):
+            self.scheduler.spawn(
+                f"{name}/{thread}", partial(self.keep, process, act), process, self.chance.uniform(0, 0.5)
+            )
 
-    def keep(self, process: Process) -> None:
-        """The heartbeat thread of a process, with the patience that the real one has."""
+    def beat(self, process: Process) -> None:
+        process.pool.keeper.beat()
+
+    def watch(self, process: Process) -> None:
+        process.round_at = self.scheduler.now
+        process.pool.keeper.watch()
+
+    def keep(self, process: Process, act: Callable[[Process], object]) -> None:
+        """A thread of the process's session, with the patience that the real one has."""
         while True:
             process.clock.sleep(min(self.settings.lease_s / 4, 1.0))
-            process.round_at = self.scheduler.now
             try:
-                process.pool.keeper.round()
+                act(process)
             except (OSError, StrawqError) as error:
                 process.must_live()
-                self.say(process.name, f"heartbeat: {type(error).__name__}: {error}")
+                self.say(process.name, f"session: {type(error).__name__}: {error}")
                 require(
                     not isinstance(error, StrawqError) or error.kind not in ("request_conflict", "bad_input"),
-                    f"the heartbeat of {process.name} was refused: {error}",
+                    f"the session of {process.name} was refused: {error}",
                 )
 
     # Misfortunes.

@@ -1,0 +1,93 @@
+"""The heart beats while everything else of its process hangs."""
+
+from __future__ import annotations
+
+import threading
+
+from strawq.limits import LEASE_SECONDS_MIN
+from strawq.pool import Pool
+from strawq.session import BEATS_PER_LEASE
+from strawq.storage.clock import SystemClock
+from strawq.storage.faulty import FaultyFiles
+from strawq.testing.scenes import prompts
+from strawq.testing.worlds import World, _keeper
+
+PATIENCE_SECONDS = 20.0
+
+
+class Hanging:
+    """A process whose next commit hangs between its publish and the fsync of its name, until it is let go."""
+
+    def __init__(self, world: World) -> None:
+        self.files = FaultyFiles(world.memory)
+        self.pool = Pool(
+            self.files, lease_seconds=LEASE_SECONDS_MIN, clock=SystemClock(), background=True, keeper=_keeper
+        )
+        self.hangs, self.let_go = threading.Event(), threading.Event()
+        self.beats = threading.Semaphore(0)
+
+    def hang(self) -> None:
+        def hook(moment: str, kind: str, path: str) -> None:
+            if moment == "after" and kind == "replace" and path.startswith("sessions/") and self.hangs.is_set():
+                self.beats.release()
+            if moment == "after" and kind == "publish" and path.startswith("log/"):
+                self.hangs.set()
+                assert self.let_go.wait(PATIENCE_SECONDS)
+
+        self.files.hook = hook
+
+    def lives_for_leases(self, observer: Pool, count: int) -> None:
+        """Others look at it after each beat of so many leases, and never find it dead."""
+        for beat in range(count * BEATS_PER_LEASE):
+            assert self.beats.acquire(timeout=PATIENCE_SECONDS / 4), f"the heart has stopped after {beat} beats"
+            assert observer.keeper.watch() == []
+
+
+def _observer(world: World) -> Pool:
+    return Pool(
+        FaultyFiles(world.memory), lease_seconds=LEASE_SECONDS_MIN, clock=SystemClock(), background=False,
+        keeper=_keeper,
+    )  # fmt: skip
+
+
+def test_a_commit_that_hangs_for_longer_than_a_lease_does_not_stop_the_heart() -> None:
+    world = World()
+    holder, observer = Hanging(world), _observer(world)
+    queue = holder.pool.queue()
+    queue.submit(prompts(["a"]))
+    work = queue.open(queue.acquire(1).leases[0])
+    holder.hang()
+    committer = threading.Thread(target=holder.pool.publish_version, args=(1,))
+    committer.start()
+    try:
+        assert holder.hangs.wait(PATIENCE_SECONDS)
+        holder.lives_for_leases(observer, 3)
+    finally:
+        holder.let_go.set()
+        committer.join()
+    holder.files.hook = None
+    assert queue.yield_(work).accepted == (work.task,)
+    assert holder.pool.keeper.lost == []
+    holder.pool.close()
+
+
+def test_a_join_that_hangs_for_longer_than_a_lease_does_not_stop_the_heart() -> None:
+    """Others see the session as soon as its entry has a name, long before the process itself knows."""
+    world = World()
+    joining, observer = Hanging(world), _observer(world)
+    joining.pool.queue()
+    joining.hang()
+    told: list[str] = []
+    joiner = threading.Thread(target=lambda: told.append(joining.pool.keeper.require()))
+    joiner.start()
+    try:
+        assert joining.hangs.wait(PATIENCE_SECONDS)
+        (seen,) = observer.log.refresh(lambda machine: list(machine.state.sessions))
+        joining.lives_for_leases(observer, 3)
+    finally:
+        joining.let_go.set()
+        joiner.join()
+    joining.files.hook = None
+    assert told == [seen]
+    assert seen in observer.log.refresh(lambda machine: list(machine.state.sessions))
+    joining.pool.close()
