@@ -94,6 +94,16 @@ class Queue:
         event = self.pool.payloads.publish(publications, commit)
         return Submitted(event.numbers, event.rows, event.cursor)
 
+    def move_cursor(
+        self, producer: str, cursor: str, *, expect: str | None = None, request_id: str | None = None
+    ) -> None:
+        """Set a producer's cursor without a prompt: a note that goes with the branch, its checkpoints and rollbacks."""
+        command = c.Submit(
+            request=self._request(request_id), queue=self.name, objects=(), producer=producer, cursor=cursor,
+            expect=expect,
+        )  # fmt: skip
+        self.pool.commit(command)
+
     def cursor(self, producer: str) -> str:
         """Where the producer stands; empty if it has never submitted."""
         known = self._look(lambda state: state.branch.queues[self.name].producers.get(producer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -49,36 +49,25 @@ def init(
     A mount that is unfit for a commit log is refused (exit code 6). --declaration names a JSON file that says what the
     mount is meant to be; it is held against what the probe reads from the mount, and both are kept in the pool.
     """
-    from strawq.core.names import require_name
-    from strawq.errors import BadInput, UnfitMount
-    from strawq.pool import DEFAULT_QUEUE, Pool, require_free
+    from strawq.errors import BadInput
+    from strawq.making import make_pool
+    from strawq.pool import DEFAULT_QUEUE
 
     names = queue or [DEFAULT_QUEUE]
-    require_name(run_id, "run")
-    for name in names:
-        require_name(name, "queue")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise BadInput(f"--queue names {', '.join(twice)} twice; name each queue once")
-    root = require_free(pool)
-    with _directory(root):
-        report = _probe(root, peer, accept_writeback)
-        kept = _declared(report, profile, declaration)
-        if report.exclusive_create == "none" or (report.verdict == "unfit" and not force):
-            raise UnfitMount(
-                f"{root} is unfit for a pool: {'; '.join(report.reasons)}"
-                + ("" if report.exclusive_create == "none" else " (--force makes it nevertheless)")
-            )
-        for warning in report.warnings:
-            say(f"warning: {warning}")
-        made = Pool.init(
-            root,
-            run_id=run_id,
-            storage_profile=profile,
-            queues=names,
-            exclusive_create=report.exclusive_create,
-            declaration=kept,
-            forced=report.reasons,
-        )
+    made, report = make_pool(
+        pool,
+        run_id=run_id,
+        queues=names,
+        profile=profile,
+        declaration=declaration,
+        measure=lambda root: _probe(root, peer, accept_writeback),
+        force=force,
+        way_out=" (--force makes it nevertheless)",
+    )
+    for warning in report.warnings:
+        say(f"warning: {warning}")
     with made:
         header = made.header
         data = {
@@ -95,61 +84,10 @@ def init(
     return Answer(data, f"pool {data['pool']} is ready: run {run_id}, {plural(len(names), 'queue')} {', '.join(names)}")
 
 
-class _directory:
-    """The pool's directory exists while it is probed; what was made for it goes again if no pool comes of it."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._made: list[Path] = []
-
-    def __enter__(self) -> None:
-        from strawq.storage.failure import storage_failed
-
-        absent = [path for path in (self._root, *self._root.parents) if not path.exists()]
-        try:
-            for path in reversed(absent):
-                path.mkdir(exist_ok=True)
-                self._made.append(path)
-        except OSError as error:
-            self._remove()
-            raise storage_failed("make a pool in", str(self._root), error) from error
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is not None:
-            self._remove()
-
-    def _remove(self) -> None:
-        for path in reversed(self._made):
-            try:
-                path.rmdir()
-            except OSError:
-                return  # somebody has put something there: theirs
-
-
 def _probe(directory: Path, peer: str, accept_writeback: bool) -> ProbeReport:
     from strawq.storage.probe import probe as measure
 
     return measure(directory, peer or None, accept_writeback=accept_writeback)
-
-
-def _declared(report: ProbeReport, profile: str, declaration: str) -> dict[str, str | int | float | bool | None] | None:
-    """What goes into the pool's header: the declaration beside what was measured."""
-    import msgspec
-
-    from strawq.errors import BadInput
-    from strawq.storage.mounts import check_declaration, read_declaration
-
-    if profile == "juicefs" and not report.mount.is_juicefs:
-        raise BadInput(
-            f"--profile juicefs: {report.directory} lies on {report.mount.fs_type} ({report.mount.mount_point}), not "
-            "on a JuiceFS mount; mount the volume, or use --profile local"
-        )
-    if not declaration:
-        return None
-    declared = read_declaration(declaration)
-    check_declaration(declared, report.storage)
-    measured = {f"measured_{name}": value for name, value in msgspec.structs.asdict(report.storage).items()}
-    return {**msgspec.structs.asdict(declared), **measured}
 
 
 @verb("probe")
