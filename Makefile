@@ -22,7 +22,7 @@ unexport PYTHONPATH
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check bench campaign test-sglang format clean
+.PHONY: help demo test check bench soak campaign test-sglang format clean
 
 help: ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -48,6 +48,9 @@ format: $(DEV) ## rewrite the sources as `make check` wants them
 bench: $(CORE) ## measure strawq beside straw-queue, or alone where that cannot be had (ARGS goes to tools.bench)
 	@$(MAKE) --no-print-directory $(BENCH) || echo "strawq: straw-queue cannot be installed here; measuring strawq alone" >&2
 	$(PY) -m tools.bench $(ARGS)
+
+soak: $(CORE) ## 200,000 groups through one pool, processes killed all the time (ARGS goes to tools.soak)
+	$(PY) -m tools.soak $(ARGS)
 
 campaign: $(DEV) ## 10,000 seeds of the simulation (ARGS goes to tools.campaign), then the long randomised tests
 	$(PY) -m tools.campaign $(ARGS)

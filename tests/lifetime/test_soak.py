@@ -1,0 +1,94 @@
+"""A soak in small: nothing grows, nothing is lost while processes are killed, and its account sees what is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT, TRIM_ENTRIES
+from tools.soak import Soaked, account
+from tools.soaking.gauges import Look, look, summed
+from tools.soaking.roles import CHECKPOINTS_KEPT, LIVE_MAX, TENSORS_EVERY, Read
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def soaked(root: Path, *options: str) -> Soaked:
+    """The answer of a soak in a process of its own: it forks."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.soak", "--root", str(root), "--json", *options],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    assert done.stdout, done.stderr.decode()
+    return msgspec.json.decode(done.stdout, type=Soaked)
+
+
+@pytest.mark.slow
+def test_groups_are_trained_exactly_once_while_processes_are_killed(tmp_path: Path) -> None:
+    done = soaked(tmp_path, "--groups", "1200", "--gc-seconds", "0.5", "--kill-every", "0.3", "--look-seconds", "0.1")
+    assert done.findings == ()
+    assert done.ok and done.kills > 0 and len(done.tenths) == 10
+    assert done.epochs > 0, "garbage was collected"
+    assert done.end.staging_files == 0 and done.end.session_files <= 1
+    assert list(tmp_path.iterdir()) == [], "a pool in which nothing was found is removed"
+
+
+@pytest.mark.campaign
+def test_nothing_grows_from_the_third_tenth_to_the_last(tmp_path: Path) -> None:
+    done = soaked(tmp_path, "--groups", "40000")
+    assert done.findings == () and done.trims > 0
+    third, last = done.tenths[2].largest, done.tenths[-1].largest
+    for name in ("object_files", "snapshot_files", "session_files", "directories", "names_max"):
+        assert getattr(last, name) <= 1.5 * getattr(third, name) + 4, name
+    # What is kept by rule: the newest entries, those behind the oldest kept snapshot, and a part of a segment.
+    assert last.log_files <= TRIM_ENTRIES + ENTRIES_PER_SEGMENT * 3
+    assert last.snapshot_files <= SNAPSHOTS_KEPT + 4
+    # Objects: of groups that are live or in a checkpoint, two files for each group at most, in its own objects.
+    assert last.object_files <= 4 * LIVE_MAX * (CHECKPOINTS_KEPT + 1)
+    assert last.rss_kb <= 1.5 * third.rss_kb
+
+
+def notes(directory: Path, *reads: Read, life: int = 1) -> Path:
+    lines = b"".join(msgspec.json.encode(read) + b"\n" for read in reads)
+    (directory / f"{life:05d}-trainer.notes").write_bytes(lines)
+    return directory
+
+
+def test_the_account_sees_groups_that_are_missing_doubled_or_foreign(tmp_path: Path) -> None:
+    assert account(notes(tmp_path, Read("1", 1, [0, 1]), Read("2", 1, [2])), 3) == []
+    assert account(notes(tmp_path, Read("1", 1, [0]), Read("2", 1, [2])), 3) == ["1 groups were never trained: [1] ..."]
+    assert account(notes(tmp_path, Read("1", 1, [0, 1]), Read("2", 1, [1, 2])), 3) == ["group 1 was trained 2 times"]
+    assert account(notes(tmp_path, Read("1", 1, [0, 1, 7])), 2) == ["group 7 was never submitted"]
+
+
+def test_a_batch_that_was_delivered_again_counts_once(tmp_path: Path) -> None:
+    notes(tmp_path, Read("1", 1, [0, 1]), life=1)
+    (tmp_path / "00002-trainer.notes").write_bytes(
+        msgspec.json.encode(Read("1", 2, [0, 1])) + b'\n{"batch":"2","delivery":1,"gro'
+    )
+    assert account(tmp_path, 2) == [], "and a line that a kill has cut off was never relied on"
+
+
+def test_a_look_counts_files_bytes_and_the_fullest_directory(pool: Path) -> None:
+    before = look(pool)
+    directory = pool / "objects" / "000001" / "a"
+    directory.mkdir(parents=True)
+    for name in range(TENSORS_EVERY):
+        (directory / str(name)).write_bytes(b"12345")
+    after = look(pool)
+    assert (after.object_files, after.object_bytes) == (TENSORS_EVERY, 5 * TENSORS_EVERY)
+    assert after.names_max == TENSORS_EVERY and after.directories == before.directories + 2
+    assert after.log_files == before.log_files > 0
+
+
+def test_a_tenth_has_the_largest_of_each_look() -> None:
+    fields = len(Look.__struct_fields__)
+    tenth = summed(10, 1.0, [Look(*range(fields)), Look(*reversed(range(fields)))], [5.0, 1.0, 9.0])
+    assert (tenth.largest.log_files, tenth.largest.rss_kb, tenth.smallest.log_files) == (fields - 1, fields - 1, 0)
+    assert (tenth.commits, tenth.commit_p50_ms, tenth.commit_p99_ms) == (3, 5.0, 9.0)
