@@ -1,8 +1,8 @@
-"""Several worker processes under one command.
+"""Several workers under one command: processes here, or actors on a Ray cluster.
 
-The rule: a signal to the parent is passed on once to each child, so that one Ctrl-C is one request to end; a child
-that dies is told at once and the others go on; the exit code is that of the first that did not end well. Children end
-with their parent, whatever ends it.
+The rule for processes: a signal to the parent is passed on once to each child, so that one Ctrl-C is one request to
+end; a child that dies is told at once and the others go on; the exit code is that of the first that did not end well.
+Children end with their parent, whatever ends it.
 """
 
 from __future__ import annotations
@@ -52,6 +52,19 @@ def run_processes(pool: str, options: WorkerOptions, count: int) -> Answer:
     accepted = sum(summary["counters"]["groups_accepted"] for summary in summaries)
     text = f"{plural(accepted, 'group')} accepted by {plural(count, 'worker')}"
     return Answer({"groups_accepted": accepted, "workers": summaries, "failed": count - len(summaries)}, text, code)
+
+
+def run_on_cluster(pool: str, options: WorkerOptions, address: str) -> Answer:
+    """Run a worker on each alive node of a Ray cluster until all have ended."""
+    from strawq_workers.on_ray import run_on_ray
+
+    summary = run_on_ray(pool, options, address)
+    groups, nodes = plural(summary.groups_accepted, "group"), plural(summary.nodes, "node")
+    text = f"ended ({summary.reason}): {groups} accepted by workers that ended well, on {nodes}"
+    text += f", {summary.lost} lost" if summary.lost else ""
+    for message in summary.failures:
+        say(f"a worker failed: {message}")
+    return Answer(summary, text, summary.exit_code)
 
 
 def _start(pool: str, options: WorkerOptions) -> subprocess.Popen[bytes]:

@@ -24,6 +24,13 @@ def work(
     ],
     queue: QueueName = "",
     processes: Annotated[int, typer.Option("--processes", min=1, help="Worker processes to start here.")] = 1,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="One worker on each alive node of a Ray cluster that has a CPU.")
+    ] = False,
+    ray_address: Annotated[
+        str,
+        typer.Option("--ray-address", show_default="RAY_ADDRESS, or the one that runs here", help="Of the cluster."),
+    ] = "",
     workers: Annotated[
         int,
         typer.Option(
@@ -156,8 +163,20 @@ def work(
     at once; then the leases expire, and what was saved stays. Exit code 4 if no engine answers.
     """
     given = dict(locals())  # parameters are named as the fields of WorkerOptions, but for these
-    for name in ("pool", "engine", "queue", "processes", "workers", "api_key", "sampling_extra", "hook_args"):
+    for name in (
+        "pool",
+        "engine",
+        "queue",
+        "processes",
+        "ray",
+        "ray_address",
+        "workers",
+        "api_key",
+        "sampling_extra",
+        "hook_args",
+    ):
         del given[name]
+    _check_launch(ray, ray_address, processes, workers, worker_index)
     with opened(pool, role=role) as open_pool:
         chosen = pick_queue(open_pool, queue).name
     from strawq_workers.worker.options import WorkerOptions
@@ -171,6 +190,10 @@ def work(
         sampling_extra=_json_object(sampling_extra, "--sampling-extra"),
         hook_args=_json_object(hook_args, "--hook-args"),
     )
+    if ray:
+        from strawq.cli.work_processes import run_on_cluster
+
+        return run_on_cluster(pool, options, ray_address)
     if processes > 1:
         from strawq.cli.work_processes import run_processes
 
@@ -180,6 +203,17 @@ def work(
 
     summary = run_worker(pool, options)
     return Answer(summary, f"ended ({summary.reason}): {log_line(summary.counters, 0)}")
+
+
+def _check_launch(ray: bool, ray_address: str, processes: int, workers: int, worker_index: int) -> None:
+    from strawq.errors import BadInput
+
+    if ray_address and not ray:
+        raise BadInput("--ray-address says where --ray starts workers: give --ray too")
+    if ray and (processes > 1 or workers or worker_index):
+        raise BadInput(
+            "--ray starts one worker on each node and counts them: leave --processes, --workers, --worker-index away"
+        )
 
 
 def _json_object(text: str, option: str) -> dict[str, Any]:
