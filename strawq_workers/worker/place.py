@@ -22,6 +22,7 @@ from strawq_workers.worker.options import WorkerOptions
 from strawq_workers.worker.prompts import Texts
 from strawq_workers.worker.reporting import Reporter
 from strawq_workers.worker.source import WorkSource
+from strawq_workers.worker.unconfirmed import Unconfirmed
 
 log = logging.getLogger("strawq.worker")
 
@@ -69,6 +70,9 @@ class Place:
         self.texts = Texts(fleet, hooks)
         self.counters = Counters()
         self.reporter = Reporter(queue, self.counters)
+        self.unconfirmed = Unconfirmed(admission, fleet, options.engine_timeout_s)
+        self.served = ""
+        """The policy version that is published, as of the last look."""
         self.hold = Hold()
         self.changed = asyncio.Event()
         """Something ended or came that admission should look at."""
@@ -80,8 +84,8 @@ class Place:
         self.versions: dict[str, None] = {}
         self.drop_reasons: dict[str, int] = {}
         self.failures: list[str] = []
-        self.dead: list[str] = []
-        """Groups that failed for good here, each with its reason; the newest `FAILURES_KEPT`."""
+        self.dead: dict[str, str] = {}
+        """Groups that failed for good here, by their reasons; the newest `FAILURES_KEPT`."""
 
     def stop(self, reason: str, fatal: BaseException | None = None) -> None:
         """Admit nothing more and let every group give back what it has. The first reason stays."""
@@ -109,7 +113,7 @@ class Place:
     def failed(self, task: str, reason: str, dead: bool) -> None:
         self.counters.groups_failed += 1
         if dead:
-            self.dead = [*self.dead[1 - FAILURES_KEPT :], f"{task}: {reason}"]
+            self.dead = {**dict(list(self.dead.items())[1 - FAILURES_KEPT :]), task: reason}
         if len(self.failures) < FAILURES_KEPT:
             self.failures.append(f"{task}: {reason}")
         log.warning("task %s failed%s: %s", task, ", it is a dead letter now" if dead else "", reason)

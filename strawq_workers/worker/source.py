@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -99,8 +100,10 @@ class PoolSource:
         await self._queue.run(self._pool.acknowledge_pause)
 
     async def close(self) -> None:
-        # Not in one of its own threads, which it waits for.
-        await asyncio.to_thread(self._queue.close)
+        # Neither in its own threads, which it waits for, nor in the loop's, where hooks may stand still.
+        closing = ThreadPoolExecutor(1)
+        await asyncio.get_running_loop().run_in_executor(closing, self._queue.close)
+        closing.shutdown(wait=False)
 
 
 def look(pool: Pool) -> Around:
