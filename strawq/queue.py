@@ -148,7 +148,7 @@ class Queue:
         return Work(lease, self.pool.payloads.load(lease.held))
 
     def report(self, changes: Sequence[Change], *, request_id: str | None = None) -> Reported:
-        """Report many pieces of work in one commit, with at most one object written. Work whose lease is not current
+        """Report many pieces of work in one commit, normally with one object written. Work whose lease is not current
         does not count: it is named in the receipt; if that is true of all of it, `Fenced` is raised."""
         if not changes:
             raise BadInput("a report names at least one piece of work")
@@ -180,27 +180,26 @@ class Queue:
         return receipt
 
     def _grown(self, changes: Sequence[Change]) -> tuple[list[Any], list[ReportItem]]:
-        """The publication of everything new in `changes`, and the items that refer to its rows."""
+        """The publications (normally one) of everything new in `changes`, and the items that refer to their rows."""
         from strawq.samples import oldest_version, token_count
         from strawq.storage.growth import grow_group
-        from strawq.storage.records import encode_segments
+        from strawq.storage.publications import encode_publications
 
         rows = [
             grow_group(change.work.group, change.group, rewrite=change.rewrite) if change.group is not None else []
             for change in changes
         ]
         stage = self.pool.payloads.stage_pack
-        publication = encode_segments([part for part in rows if part], stage) if any(rows) else None
-        slices = iter(publication.slices) if publication else iter(())
+        publications = encode_publications([part for part in rows if part], stage) if any(rows) else []
+        parts = (Slice(written.digest, *rows) for written in publications for rows in written.slices)
         items = []
         for change, new in zip(changes, rows, strict=True):
             lease = change.work.lease
-            if not new or publication is None:
+            if not new:
                 items.append(
                     ReportItem(lease.task, lease.attempt, change.outcome, (), 0, -1, change.reason, change.retryable)
                 )
                 continue
-            part = Slice(publication.digest, *next(slices))
             tokens = max(0, token_count(change.group) - token_count(change.work.group))
             version = oldest_version(change.group)
             items.append(
@@ -208,7 +207,7 @@ class Queue:
                     lease.task,
                     lease.attempt,
                     change.outcome,
-                    (part,),
+                    (next(parts),),
                     tokens,
                     version,
                     change.reason,
@@ -216,7 +215,7 @@ class Queue:
                     change.work.parts,
                 )
             )
-        return ([publication] if publication else []), items
+        return publications, items
 
     def save(self, work: Work, group: Group, *, request_id: str | None = None) -> Reported:
         """Make progress durable under the lease, which goes on."""

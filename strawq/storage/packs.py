@@ -54,6 +54,10 @@ _SAFETENSORS = {
 _NAMES = {code: name for name, code in _SAFETENSORS.items()}
 
 
+class HeaderTooLong(BadInput):
+    """The tensors do not fit one pack, whose header every reader must accept; fewer of them may."""
+
+
 class PackPlan:
     """A pack that is laid out and ready to be staged: `files.stage(path, plan.buffers)`.
 
@@ -67,9 +71,9 @@ class PackPlan:
         self._header = b""
         text = self._text()
         if len(text) > PACK_HEADER_BYTES:
-            raise BadInput(
-                f"{len(sources)} tensors make a header of {len(text)} bytes, over {PACK_HEADER_BYTES}: publish fewer "
-                "groups"
+            raise HeaderTooLong(
+                f"{len(sources)} tensors make a header of {len(text)} bytes, over {PACK_HEADER_BYTES}: hand in fewer "
+                "or larger tensors with one group"
             )
         self.header_bytes = 8 + len(text)
         self.bytes = self.header_bytes + sum(source.size for source in sources)
@@ -196,8 +200,8 @@ class _Buffers(Sequence[memoryview]):
 def plan_pack(tensors: Iterable[tuple[str, Rows]]) -> PackPlan:
     """Lay out the tensors, in order, under their keys. Looks at integers to narrow them; hashes and writes nothing.
 
-    Raises `BadInput` for a dtype that cannot be stored, a key given twice or kept for padding, or a header over the
-    limit."""
+    Raises `BadInput` for a dtype that cannot be stored, a key given twice or kept for padding, `HeaderTooLong` for a
+    header over the limit."""
     sources: list[_Source] = []
     entries: dict[str, Any] = {"__metadata__": {}}
     metadata: dict[str, str] = entries["__metadata__"]

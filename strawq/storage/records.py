@@ -202,7 +202,8 @@ def encode_prompts(prompts: Sequence[Prompt]) -> Publication:
 def encode_segments(
     groups: Sequence[Sequence[SegmentRow]], stage: Callable[[PackPlan], None] | None = None
 ) -> Publication:
-    """The new rows of many groups, and a pack with their new tensor rows if there are any. Raises `BadInput`.
+    """The new rows of many groups, and a pack with their new tensor rows if there are any. Raises `BadInput`, last of
+    all `HeaderTooLong`.
 
     `stage` is called with the pack once everything else is encoded, and before the pack's digest is asked for: what
     writes it there hashes it on the way."""
@@ -247,20 +248,27 @@ def _requests(row: SegmentRow) -> list[tuple[int, int, str, str]]:
 def _pack(
     rows: Sequence[SegmentRow], stage: Callable[[PackPlan], None] | None
 ) -> tuple[PackPlan | None, list[list[tuple[Any, ...]]]]:
-    stored = [[new for new in row.tensors if isinstance(new, NewRows)] for row in rows]
-    named = [(f"{at}/{new.name}", new.rows) for at, row in enumerate(stored) for new in row]
-    pack = plan_pack(named) if named else None
+    pack = plan_tensors(rows)
     if pack is not None and stage is not None:
         stage(pack)
     digest = pack.digest if pack else ""
     refs = [
         [
             (new.name, digest, f"{at}/{new.name}", list(shape_of(new.rows)), dtype_name(new.rows), new.start_row)
-            for new in row
+            for new in row.tensors
+            if isinstance(new, NewRows)
         ]
-        for at, row in enumerate(stored)
+        for at, row in enumerate(rows)
     ]
     return pack, refs
+
+
+def plan_tensors(rows: Sequence[SegmentRow]) -> PackPlan | None:
+    """The pack of all new tensor rows, or None if there are none. `HeaderTooLong` if they do not fit one."""
+    named = [
+        (f"{at}/{new.name}", new.rows) for at, row in enumerate(rows) for new in row.tensors if isinstance(new, NewRows)
+    ]
+    return plan_pack(named) if named else None
 
 
 def _publication(

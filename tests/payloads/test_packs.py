@@ -185,7 +185,7 @@ def test_twins_and_dtypes_without_a_name_are_refused():
 def test_a_header_over_the_limit_is_refused_before_anything_is_written(monkeypatch):
     monkeypatch.setattr(packs, "PACK_HEADER_BYTES", 10_000)
     plan_pack((f"t{at}", np.zeros(16)) for at in range(20))
-    with pytest.raises(BadInput, match=r"100 tensors .* over 10000: publish fewer groups"):
+    with pytest.raises(BadInput, match=r"100 tensors .* over 10000: hand in fewer"):
         plan_pack((f"t{at}", np.zeros(16)) for at in range(100))
 
 
