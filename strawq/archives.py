@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from strawq.core import commands as c
 from strawq.core.machine import Machine
-from strawq.errors import BadInput, Damaged, FormatUnsupported
+from strawq.errors import BadInput, Damaged, FormatUnsupported, StorageFailed, StrawqError
 from strawq.handles import Held
 from strawq.model import Archive, ObjectRef, StoredObject, Task
 from strawq.pool import encode_metadata
@@ -115,10 +115,35 @@ def load_archive(pool: Pool, name: str) -> Iterator[Group]:
 
 
 def write_archive(pool: Pool, name: str, url: str) -> Manifest:
-    """Write an archive of the pool to a directory at `url`, self-contained. `BadInput` if an archive is there."""
+    """Write an archive of the pool to a directory at `url`, self-contained. `BadInput` if an archive is there.
+
+    What is copied is pinned meanwhile: the archive may be deleted, and garbage collected, and the copy is whole."""
     if exists(url, MANIFEST):
         raise BadInput(f"{url} holds an archive already; choose another place")
     archive, groups = held_by(pool, name)
+    with _pinned(pool, groups):
+        return _write(pool, archive, groups, url)
+
+
+@contextmanager
+def _pinned(pool: Pool, groups: Sequence[Held]) -> Iterator[None]:
+    """Where the pool cannot be written (full, read-only) it is left as it is: carrying groups away must work there too,
+    and whoever deletes them meanwhile makes the copy fail with `Gone`."""
+    name = f"copy-{pool.new_request()}"
+    try:
+        pool.pin(name, groups)
+    except StorageFailed:
+        yield
+        return
+    try:
+        yield
+    finally:
+        # It ends with the session in any case.
+        with suppress(StrawqError):
+            pool.unpin(name)
+
+
+def _write(pool: Pool, archive: Archive, groups: Sequence[Held], url: str) -> Manifest:
     stored = {digest: row for held in groups for digest, row in held.objects.items()}
     packs: dict[str, str] = {}
     refs = []

@@ -146,12 +146,17 @@ def _describe(plan: RollbackPlan) -> str:
 @verb("branch")
 def branch(
     pool: PoolPath,
+    show: Annotated[bool, typer.Option("--list", help="Show the branches (as without any option).")] = False,
     delete: Annotated[
         str, typer.Option("--delete", metavar="NAME", show_default=False, help="Drop a branch that was left.")
     ] = "",
     request_id: RequestId = "",
 ) -> Answer:
     """Show the branches of a pool, or drop one that is not active."""
+    from strawq.errors import BadInput
+
+    if show and (delete or request_id):
+        raise BadInput("--list stands alone")
     with opened(pool) as open_pool:
         if delete:
             once(open_pool, request_id, lambda request: open_pool.drop_branch(delete, request_id=request))
