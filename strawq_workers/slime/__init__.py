@@ -1,0 +1,32 @@
+"""What a slime user turns on: data sources, flags and samples under slime's names.
+
+Names are imported when they are first used, so that a flag parser does not load an engine client.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strawq_workers.slime.codec import group_of as group_of
+    from strawq_workers.slime.codec import prompt_of as prompt_of
+    from strawq_workers.slime.codec import samples_of as samples_of
+    from strawq_workers.slime.sample import Sample as Sample
+    from strawq_workers.slime.sample import sample_class as sample_class
+
+_WHERE = {
+    "Sample": "strawq_workers.slime.sample",
+    "group_of": "strawq_workers.slime.codec",
+    "prompt_of": "strawq_workers.slime.codec",
+    "sample_class": "strawq_workers.slime.sample",
+    "samples_of": "strawq_workers.slime.codec",
+}
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'strawq_workers.slime' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
