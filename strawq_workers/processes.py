@@ -57,10 +57,10 @@ class Child:
             while b"\n" not in self._line:
                 left = end - time.monotonic()
                 if left <= 0 or not selector.select(left):
-                    raise TryAgain(f"{self.name} has said nothing for {seconds:g} s: {self._tail()}")
+                    raise TryAgain(f"{self.name} has said nothing for {seconds:g} s: {self.tail()}")
                 data = os.read(out.fileno(), 65536)
                 if not data:
-                    raise TryAgain(f"{self.name} ended at its start: {self._tail()}")
+                    raise TryAgain(f"{self.name} ended at its start: {self.tail()}")
                 self._line += data
         line, _, self._line = self._line.partition(b"\n")
         return line.decode().strip()
@@ -70,10 +70,10 @@ class Child:
         try:
             out, _ = self._process.communicate(timeout=max(seconds, 0.1))
         except subprocess.TimeoutExpired as error:
-            raise TryAgain(f"{self.name} has not ended within {seconds:g} s: {self._tail()}") from error
+            raise TryAgain(f"{self.name} has not ended within {seconds:g} s: {self.tail()}") from error
         self.expected_dead = True
         if self._process.returncode:
-            raise TryAgain(f"{self.name} ended with exit code {self._process.returncode}: {self._tail()}")
+            raise TryAgain(f"{self.name} ended with exit code {self._process.returncode}: {self.tail()}")
         found: dict[str, Any] = json.loads(out)
         return found
 
@@ -99,15 +99,19 @@ class Child:
         try:
             code = self._process.wait(timeout=seconds)
         except subprocess.TimeoutExpired as error:
-            raise TryAgain(f"{self.name} has not ended within {seconds:g} s: {self._tail()}") from error
+            raise TryAgain(f"{self.name} has not ended within {seconds:g} s: {self.tail()}") from error
         self.expected_dead = True
         return code
+
+    def poll(self) -> int | None:
+        """Its exit code (negative: the signal that ended it), or None while it runs."""
+        return self._process.poll()
 
     def require_alive(self) -> None:
         """`TryAgain`, with the end of its log, if it has died of itself. One that has ended well is no concern."""
         code = self._process.poll()
         if code and not self.expected_dead:
-            raise TryAgain(f"{self.name} died (exit code {code}): {self._tail()}")
+            raise TryAgain(f"{self.name} died (exit code {code}): {self.tail()}")
 
     def end(self) -> None:
         """Ask it to end, then insist."""
@@ -129,7 +133,8 @@ class Child:
         assert self._process.stdout is not None
         return self._process.stdout
 
-    def _tail(self) -> str:
+    def tail(self) -> str:
+        """The end of its log, and where that is."""
         text = self.log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:].strip()
         return f"{text or 'it has logged nothing'} ({self.log})"
 

@@ -208,10 +208,11 @@ class MemorySource:
         """Everything that is here goes back to the data source. The worker must have ended. `mark` is called with each
         sample of an unfinished group that has a response."""
         async with self._fetching:
-            leased = [key for key, entry in self._entries.items() if entry.leased]
-            if leased:
-                names = ", ".join(leased[:8])
-                raise BadInput(f"{len(leased)} groups are still leased ({names}): stop the worker first")
+            for entry in self._entries.values():
+                if entry.leased:
+                    # Its run ended by a fault, without a report: it goes back as it was saved.
+                    log.warning("group %s was in hand when the worker ended", entry.key)
+                    entry.leased = False
             ranks: dict[Stage, int] = {"ready": 0, "partial": 1, "fresh": 2}
             entries = [*self._done.values(), *self._entries.values()]
             going = sorted(entries, key=lambda entry: (ranks[entry.stage], entry.order))

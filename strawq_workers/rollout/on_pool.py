@@ -1,0 +1,172 @@
+"""Fully asynchronous rollouts on a pool: worker processes anywhere generate, and each call collects what is ready.
+
+The rule: a batch is the oldest ready groups, whoever made them, so a slow worker holds nobody up and an accepted group
+of a lost one is in the pool anyway. Prompts are submitted ahead by a bounded number, and the queue's own backpressure
+bounds what is ready. A call that waits says what for, and ends with one error when no worker is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import msgspec
+
+from strawq.errors import TryAgain
+from strawq.model import QueueConfig
+from strawq.pool import Pool
+from strawq_workers.admission.slots import total_slots
+from strawq_workers.rollout.local_workers import LocalWorkers
+from strawq_workers.rollout.selection import refuse_all_samples_hook, select
+from strawq_workers.rollout.settings import StrawSource, batch_size, local_workers, options_of, worker_wait_s
+from strawq_workers.rollout.station import RolloutFailed, Station
+from strawq_workers.worker.options import WorkerOptions
+
+log = logging.getLogger("strawq.rollout")
+
+COLLECT_S = 0.5
+SAY_S = 30.0
+BATCHES_AHEAD = 2
+PAUSE_S = 60.0
+WORKER_ROLE = "worker"
+
+
+class WorkersLost(RolloutFailed):
+    """Groups are missing and nobody makes them."""
+
+
+class OnPool:
+    """The consumer's end of one data source on a pool. Used by one caller's thread at a time."""
+
+    def __init__(self, args: Any, station: Station, straw: StrawSource) -> None:
+        refuse_all_samples_hook(args)
+        self._station = station
+        self._straw = straw
+        self._options = msgspec.structs.replace(options_of(args), queue=straw.queue_name, role=WORKER_ROLE)
+        self._slots = _slots(self._options)
+        self.workers: LocalWorkers | None = None
+        self._accepted = -1
+        _bound(straw.pool, straw.queue_name, BATCHES_AHEAD * batch_size(args) + self._slots)
+        count = local_workers(args)
+        if count:
+            self._on_loop(lambda: self._start(count))
+
+    def take(self, args: Any, rollout_id: int) -> tuple[list[list[Any]], dict[str, float]]:
+        """The batch of this rollout. Raises `WorkersLost`; what is in the pool stays there."""
+        samples = self._wait_for(rollout_id, batch_size(args), worker_wait_s(args))
+        metrics = self._metrics(rollout_id)
+        return select(args, samples, self._station.data_source), metrics
+
+    def _wait_for(self, rollout_id: int, count: int, wait_s: float) -> list[list[Any]]:
+        seen = said = time.monotonic()
+        while True:
+            filled = self._straw.fill(BATCHES_AHEAD * count + self._slots)
+            if self.workers is not None:
+                self._on_loop(self.workers.look)
+            try:
+                return self._straw.collect(rollout_id, count, timeout=COLLECT_S)
+            except TryAgain as error:
+                missing = error
+            now = time.monotonic()
+            if not filled and self._used_up():
+                log.warning("the data have ended before the batch of %d was complete", count)
+                return self._straw.collect(rollout_id, count, timeout=0, fewer=True)
+            if self._progress() or live_workers(self._straw.pool):
+                seen = now
+            given_up = "" if self.workers is None else self.workers.given_up()
+            if now - seen > (0 if given_up else wait_s):
+                raise WorkersLost(self._lost(given_up, now - seen, missing))
+            if now - said > SAY_S:
+                said = now
+                log.warning("rollout %d waits: %s", rollout_id, missing)
+
+    def close(self) -> None:
+        """End the local workers; they give back what they have."""
+        workers, self.workers = self.workers, None
+        if workers is not None:
+            self._on_loop(workers.close)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _start(self, count: int) -> None:
+        self.workers = LocalWorkers(self._straw.pool.path, self._options, count)
+
+    def _on_loop(self, call: Any) -> None:
+        """On the station's thread: a child process ends with the thread that started it, and callers' threads end."""
+
+        async def run(_stop: asyncio.Event) -> None:
+            call()
+
+        self._station.loop.call(run)
+
+    def _progress(self) -> bool:
+        """Whether groups were accepted since the last look."""
+        accepted = self._straw.pool.inspect().queues[self._straw.queue_name].accepted
+        moved = self._accepted >= 0 and accepted > self._accepted
+        self._accepted = accepted
+        if moved and self.workers is not None:
+            self.workers.progressed()
+        return moved
+
+    def _used_up(self) -> bool:
+        counts = self._straw.pool.queue(self._straw.queue_name).counts()
+        return not (counts.fresh_pending + counts.fresh_leased + counts.partial_pending + counts.partial_leased)
+
+    def _lost(self, given_up: str, seconds: float, missing: TryAgain) -> str:
+        why = given_up or f"no worker has been alive for {seconds:.0f} s"
+        return (
+            f"no rollout worker is left: {why}; start one with `strawq work {self._straw.pool.path} --engine URL`, or "
+            f"let the rollout start them (--rollout-workers N). Accepted groups are safe in the pool ({missing})"
+        )
+
+    def _metrics(self, rollout_id: int) -> dict[str, float]:
+        seen = self._straw.pool.inspect()
+        counts = seen.queues[self._straw.queue_name].tasks
+        return {
+            **self._straw.batch_metrics(rollout_id),
+            "rollout/groups/ready": counts.ready,
+            "rollout/groups/in_flight": counts.fresh_leased + counts.partial_leased,
+            "rollout/workers/live": len(live_workers(self._straw.pool)),
+            "rollout/workers/restarts": 0 if self.workers is None else self.workers.restarts,
+        }
+
+
+def live_workers(pool: Pool) -> list[str]:
+    """Sessions of other processes that lease groups, or say that they are workers."""
+    own = pool.keeper.current
+    return [
+        session.id
+        for session in pool.inspect().sessions
+        if session.id != own and (session.leases or session.role.startswith(WORKER_ROLE))
+    ]
+
+
+def pause_workers(pool: Pool, reason: str, timeout_s: float = PAUSE_S) -> bool:
+    """Pause admission and wait until every live worker has acknowledged; returns whether all have. A worker that dies
+    meanwhile is not waited for."""
+    pool.pause(reason)
+    end = time.monotonic() + timeout_s
+    while True:
+        seen = pool.inspect()
+        acknowledged = set() if seen.paused is None else set(seen.paused.acknowledged)
+        waiting = [session for session in live_workers(pool) if session not in acknowledged]
+        if not waiting:
+            return True
+        if time.monotonic() > end:
+            log.warning("%d workers have not acknowledged the pause (%s)", len(waiting), ", ".join(waiting))
+            return False
+        time.sleep(0.05)
+
+
+def _bound(pool: Pool, queue: str, groups: int) -> None:
+    """Backpressure, where the queue has none of its own."""
+    config: QueueConfig = pool.log.refresh(lambda machine: machine.state.branch.queues[queue].row.config)
+    if not config.max_ready:
+        pool.configure(queue, msgspec.structs.replace(config, max_ready=groups))
+
+
+def _slots(options: WorkerOptions) -> int:
+    """Groups that all workers together may have in hand, as far as these options say."""
+    return max(1, total_slots(options.concurrency, len(options.engines)) // options.samples)

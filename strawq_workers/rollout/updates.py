@@ -1,0 +1,53 @@
+"""Weights change while nothing is generated, and everybody knows under which version it goes on.
+
+The rule: generation stands still before the block that updates the engines begins, work in hand keeps its place, and it
+goes on after the block whatever became of it: each token's version is what the engine says, so tokens are never taken
+for those of another policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from strawq.model import policy_number
+from strawq_workers.rollout.in_background import InBackground
+from strawq_workers.rollout.on_pool import OnPool, pause_workers
+from strawq_workers.rollout.settings import straw_source
+from strawq_workers.rollout.station import station_of
+
+log = logging.getLogger("strawq.rollout")
+
+PAUSE_S = 60.0
+
+
+@contextlib.contextmanager
+def weight_update(data_source: Any, version: str | int, *, timeout_s: float = PAUSE_S) -> Iterator[None]:
+    """While the block runs, rollouts of this data source stand still; afterwards they go on under `version`, or under
+    the old one if the block raises.
+
+    Workers that do not answer within `timeout_s` are named in the log and not waited for."""
+    running, straw, reason = station_of(data_source).running, straw_source(data_source), f"weights {version}"
+    if isinstance(running, InBackground):
+        if not running.pause(reason, timeout_s):
+            log.warning("generation has not stood still within %g s", timeout_s)
+    elif isinstance(running, OnPool) and straw is not None:
+        pause_workers(straw.pool, reason, timeout_s)
+    reached = ""
+    try:
+        yield
+        reached = str(version)
+    finally:
+        if isinstance(running, InBackground):
+            running.resume(reached)
+        elif isinstance(running, OnPool) and straw is not None:
+            straw.pool.resume(_onward(straw.pool.policy_version(), reached) or None)
+        elif straw is not None and _onward(straw.pool.policy_version(), reached):
+            straw.pool.publish_version(reached)
+
+
+def _onward(known: str, reached: str) -> str:
+    """The version to publish; empty if the pool has it already or is beyond it."""
+    return reached if policy_number(reached) > policy_number(known) or known in ("", "default") else ""

@@ -1,0 +1,190 @@
+import threading
+
+import pytest
+import rollout_hooks as hooks
+from scene import indices, tokens_of
+
+from strawq.errors import StrawqError
+from strawq_workers.rollout import RolloutFailed, generate_rollout
+from strawq_workers.rollout.station import station_of
+
+HOOKS = "rollout_hooks"
+BOTH = pytest.mark.parametrize("transport", ["object-store", "straw"])
+
+
+def balanced(source):
+    """The account of the newest rollout, which must add up."""
+    account = station_of(source.data).account
+    assert account.fetched == account.kept + account.dropped + account.returned
+    return account
+
+
+@BOTH
+def test_three_rollouts_train_each_prompt_once_and_leave_nothing_running(source_of, engine, transport):
+    source, trained = source_of(transport), []
+    for rollout_id in range(3):
+        out = generate_rollout(source.args(), rollout_id, source.data)
+        assert len(out.samples) == 3 and engine.running() == 0 and source.leased() == 0
+        assert balanced(source).kept == 3 and out.metrics["rollout/groups/kept"] == 3
+        trained += indices(out.samples)
+        for group in out.samples:
+            assert [s.response_length for s in group] == [16, 16] and all(s.status.value == "truncated" for s in group)
+        source.finish(rollout_id)
+    assert trained == list(range(9)) and source.waiting() == []
+
+
+def test_a_rollout_that_is_asked_for_again_gets_the_same_batch(source_of, engine):
+    source = source_of("straw")
+    first = generate_rollout(source.args(), 0, source.data)
+    made = engine.generated()
+    again = generate_rollout(source.args(), 0, source.data)
+    assert indices(again.samples) == indices(first.samples) and tokens_of(again.samples) == tokens_of(first.samples)
+    assert engine.generated() == made
+
+
+def over(source, engine, **changes):
+    """Twice as many groups as are needed are started; the first three are scored once the others have tokens."""
+    args = source.args(
+        over_sampling_batch_size=6, rollout_max_response_len=100, custom_rm_path=f"{HOOKS}.when_ready", **changes
+    )
+    start = engine.generated()
+    hooks.gate["ready"] = lambda: engine.generated() > start + 6 * 100 + 6 * 4
+    return args
+
+
+SLOW = {"max_running_requests": 6, "tokens_per_second": 200.0}
+
+
+@BOTH
+@pytest.mark.parametrize("engine", [SLOW], indirect=True)
+def test_with_partial_rollout_prefixes_are_kept_and_used_first_by_the_next_rollout(source_of, engine, transport):
+    source = source_of(transport)
+    out = generate_rollout(over(source, engine, partial_rollout=True), 0, source.data)
+    assert indices(out.samples) == [0, 1, 2] and engine.running() == 0 and source.leased() == 0
+    assert balanced(source).returned_partial == 3
+    saved = source.waiting()
+    assert [number for number, _ in saved] == [3, 4, 5] and all(tokens for _, tokens in saved)
+    source.finish(0)
+    hooks.gate["ready"] = lambda: True
+    out = generate_rollout(source.args(partial_rollout=True, rollout_max_response_len=100), 1, source.data)
+    assert indices(out.samples) == [3, 4, 5]
+    for (_, prefixes), now in zip(saved, tokens_of(out.samples), strict=True):
+        assert all(tokens[: len(prefix)] == prefix for prefix, tokens in zip(prefixes, now, strict=True))
+    assert out.metrics["worker/tokens_resumed"] == sum(len(p) for _, prefixes in saved for p in prefixes) > 0
+
+
+@BOTH
+@pytest.mark.parametrize("engine", [SLOW], indirect=True)
+def test_without_partial_rollout_unfinished_groups_go_back_as_they_came(source_of, engine, transport):
+    source = source_of(transport)
+    out = generate_rollout(over(source, engine), 0, source.data)
+    assert indices(out.samples) == [0, 1, 2] and engine.running() == 0 and source.leased() == 0
+    assert balanced(source).returned_fresh == 3
+    assert source.waiting() == [(number, [[], []]) for number in (3, 4, 5)]
+    source.finish(0)
+    hooks.gate["ready"] = lambda: True
+    out = generate_rollout(source.args(rollout_max_response_len=100), 1, source.data)
+    assert indices(out.samples) == [3, 4, 5] and out.metrics["worker/tokens_resumed"] == 0
+    assert all(len(set(sample.weight_versions)) == 1 for group in out.samples for sample in group)
+
+
+@BOTH
+def test_surplus_that_is_complete_is_the_next_batch_without_a_request(source_of, engine, transport):
+    source = source_of(transport)
+    args = source.args(over_sampling_batch_size=6, custom_rm_path=f"{HOOKS}.when_ready")
+    hooks.gate["ready"] = lambda: engine.generated() == 6 * 2 * 16
+    first = generate_rollout(args, 0, source.data)
+    assert balanced(source).fetched == 6 and engine.running() == 0
+    source.finish(0)
+    second = generate_rollout(source.args(custom_rm_path=f"{HOOKS}.one"), 1, source.data)
+    assert sorted(indices(first.samples) + indices(second.samples)) == list(range(6))
+    assert engine.generated() == 6 * 2 * 16
+
+
+@BOTH
+def test_what_the_filter_drops_is_replaced_and_counted(source_of, engine, transport):
+    source = source_of(transport)
+    args = source.args(dynamic_sampling_filter_path=f"{HOOKS}.drop_every_third")
+    out = generate_rollout(args, 0, source.data)
+    assert indices(out.samples) == [0, 1, 3] and balanced(source).dropped == 1
+    assert out.metrics["rollout/dynamic_filter/drop_third"] == 1
+
+
+@BOTH
+def test_a_hook_that_always_raises_fails_the_rollout_with_its_reason_and_loses_nothing(source_of, engine, transport):
+    source = source_of(transport)
+    hooks.bad = {1}
+    args = source.args(custom_rm_path=f"{HOOKS}.raises_for_bad")
+    with pytest.raises(RolloutFailed, match="no score for prompt 1"):
+        generate_rollout(args, 0, source.data)
+    assert engine.running() == 0 and source.leased() == 0
+    balanced(source)
+    hooks.bad = set()
+    source.revive()
+    out = generate_rollout(args, 0, source.data)
+    assert indices(out.samples) == [0, 1, 2] and engine.generated() == 3 * 2 * 16
+
+
+@BOTH
+def test_a_batch_hook_that_raises_gives_the_batch_back(source_of, engine, transport):
+    source = source_of(transport)
+    with pytest.raises(StrawqError, match="no filter"):
+        generate_rollout(source.args(rollout_sample_filter_path=f"{HOOKS}.filter_raises"), 0, source.data)
+    assert engine.running() == 0 and source.leased() == 0
+    out = generate_rollout(source.args(rollout_sample_filter_path=f"{HOOKS}.pops_the_first"), 0, source.data)
+    assert indices(out.samples) == [1, 2] and engine.generated() == 3 * 2 * 16
+
+
+@BOTH
+def test_an_interrupted_rollout_gives_everything_back_before_it_ends(source_of, engine, transport, monkeypatch):
+    source = source_of(transport)
+    hooks.reached.clear()
+    hooks.release.clear()
+    args = source.args(partial_rollout=True, custom_rm_path=f"{HOOKS}.blocks")
+    failures = []
+
+    def run():
+        try:
+            generate_rollout(args, 0, source.data)
+        except BaseException as error:  # noqa: BLE001 (KeyboardInterrupt is what is expected)
+            failures.append(error)
+
+    interrupt_waiting(monkeypatch)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    hooks.release.set()
+    assert [type(error) for error in failures] == [KeyboardInterrupt]
+    assert engine.running() == 0 and source.leased() == 0
+    assert balanced(source).kept == 0 and [number for number, _ in source.waiting()][:3] == [0, 1, 2]
+    out = generate_rollout(source.args(partial_rollout=True, custom_rm_path=f"{HOOKS}.one"), 0, source.data)
+    assert indices(out.samples) == [0, 1, 2]
+
+
+def interrupt_waiting(monkeypatch):
+    """Ctrl-C reaches whoever waits for the rollout, once a hook is at work."""
+    from concurrent.futures import Future
+
+    wait, done = Future.result, []
+
+    def result(self, timeout=None):
+        if not self.done() and not done:
+            done.append(True)
+            assert hooks.reached.wait(30)
+            raise KeyboardInterrupt
+        return wait(self, timeout)
+
+    monkeypatch.setattr(Future, "result", result)
+
+
+@BOTH
+def test_a_rollout_is_short_when_the_data_have_ended(source_of, engine, transport):
+    source = source_of(transport, prompts=2)
+    out = generate_rollout(source.args(), 0, source.data)
+    assert indices(out.samples) == [0, 1] and engine.running() == 0
+
+
+def test_the_data_source_is_never_called_by_the_event_loop_or_two_threads_at_once(source_of, engine):
+    source = source_of("object-store")
+    generate_rollout(source.args(), 0, source.data)
+    assert len(source.data.threads) == 1 and "strawq-data" in next(iter(source.data.threads))
