@@ -57,13 +57,20 @@ def _decode(data: bytes) -> Beat | None:
 
 @dataclass
 class _Watched:
+    """What one observer knows of a heartbeat. `still_seconds`: how long the same beat has been read. `dark_seconds`: how
+    long nothing has been read that is a beat (no file, or bytes that are none), since it last was."""
+
     beat: int
     still_seconds: float
+    dark_seconds: float
     seen_at: float
 
 
 class Observer:
-    """Decides which sessions have stopped. One for each process; called from its heartbeat thread."""
+    """Decides which sessions have stopped. One for each process; called from its heartbeat thread.
+
+    A session has stopped when the same beat was read for a lease, up to and including this look; or when there was
+    nothing to read for a whole lease. One wrong answer of the mount decides nothing."""
 
     def __init__(self, files: Files, clock: Clock, round_seconds: float, known_dead: Callable[[Session], bool]) -> None:
         self._files = files
@@ -80,25 +87,28 @@ class Observer:
             if self._known_dead(session):
                 found.append((session, f"process {session.pid} on {session.host} is dead"))
                 continue
-            watched = alive[session.id] = self._watch(session)
-            if watched.still_seconds > session.lease_seconds:
-                found.append((session, f"no heartbeat for {watched.still_seconds:.1f} s"))
+            now = self._clock.monotonic()
+            before = self._watched.get(session.id, _Watched(-1, 0.0, 0.0, now))
+            alive[session.id] = before
+            try:
+                beat = _decode(self._files.read(layout.session_file(session.id)))
+            except FileNotFoundError:
+                beat = None
+            except OSError:
+                # The trouble is ours: what cannot be looked at has not been seen to stand still.
+                before.seen_at = now
+                continue
+            watched = alive[session.id] = self._seen(before, beat, now)
+            seconds = watched.dark_seconds if beat is None else watched.still_seconds
+            if seconds > session.lease_seconds:
+                found.append((session, f"no heartbeat for {seconds:.1f} s"))
         self._watched = alive
         return found
 
-    def _watch(self, session: Session) -> _Watched:
-        now = self._clock.monotonic()
-        watched = self._watched.get(session.id)
-        try:
-            beat = _decode(self._files.read(layout.session_file(session.id)))
-        except FileNotFoundError:
-            beat = None
-        except OSError:
-            # The trouble is ours: what cannot be looked at has not been seen to stand still.
-            return _Watched(watched.beat if watched else -1, watched.still_seconds if watched else 0.0, now)
-        if watched is None:
-            return _Watched(beat.beat if beat else -1, 0.0, now)
-        if beat is not None and beat.beat != watched.beat:
-            return _Watched(beat.beat, 0.0, now)
-        elapsed = min(now - watched.seen_at, 2 * self._round_seconds)
-        return _Watched(watched.beat, watched.still_seconds + elapsed, now)
+    def _seen(self, before: _Watched, beat: Beat | None, now: float) -> _Watched:
+        elapsed = min(now - before.seen_at, 2 * self._round_seconds)
+        if beat is None:
+            return _Watched(before.beat, before.still_seconds, before.dark_seconds + elapsed, now)
+        if beat.beat != before.beat:
+            return _Watched(beat.beat, 0.0, 0.0, now)
+        return _Watched(beat.beat, before.still_seconds + elapsed, 0.0, now)

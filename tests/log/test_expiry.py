@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 
+import pytest
+
 from strawq.garbage import collect_garbage
 from strawq.storage import layout
 from strawq.storage.sessions import Beat, write_beat
@@ -82,3 +84,44 @@ def test_an_observer_whose_mount_is_sick_takes_nobody_for_dead() -> None:
             break
     else:
         raise AssertionError("a process that stands still is found out all the same")
+
+
+@pytest.mark.parametrize("garbled", [b"\0" * 60, b"", None], ids=["zeros", "empty", "absent"])
+def test_one_wrong_look_at_the_end_of_a_lease_takes_nobody_for_dead(garbled: bytes | None) -> None:
+    """The process stood still for nearly a lease, and beats again; the observer's mount answers once with garbage."""
+    world = World(lease_seconds=2.0)
+    living, observer = world.process(), world.process()
+    living.queue()
+    session = living.keeper.require()
+    path = layout.session_file(session)
+    for _ in range(6):
+        assert observer.keeper.round() == []
+        world.clock.sleep(0.39)
+    living.keeper.beat()
+    true = world.memory.read(path)
+    world.memory.remove(path)
+    if garbled is not None:
+        world.memory.replace(path, garbled)
+    assert observer.keeper.round() == []
+    world.memory.replace(path, true)
+    world.clock.sleep(0.4)
+    assert observer.keeper.round() == []
+
+
+@pytest.mark.parametrize("left", [b"\0" * 60, None], ids=["zeros", "absent"])
+def test_a_dead_process_whose_heartbeat_cannot_be_read_any_more_is_found_out(left: bytes | None) -> None:
+    world = World(lease_seconds=2.0)
+    dead, observer = world.process(), world.process()
+    dead.queue()
+    session = dead.keeper.require()
+    observer.keeper.round()
+    path = layout.session_file(session)
+    world.memory.remove(path)
+    if left is not None:
+        world.memory.replace(path, left)
+    rounds = 0
+    while observer.keeper.round() != [session]:
+        world.clock.sleep(0.5)
+        rounds += 1
+        assert rounds < 8
+    assert rounds > 3
