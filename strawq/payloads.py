@@ -18,6 +18,7 @@ from strawq.handles import Held
 from strawq.limits import INLINE_OBJECT_BYTES, OBJECT_BYTES, ROWS_PER_OBJECT
 from strawq.model import ObjectRef, Slice, StoredObject
 from strawq.storage import layout
+from strawq.storage.clock import Clock
 from strawq.storage.files import Buffer, Files
 from strawq.storage.objects import ObjectStore
 
@@ -42,11 +43,13 @@ class Payloads:
         objects: ObjectStore,
         epoch: Callable[[], int],
         locate: Callable[[str], StoredObject | None],
+        clock: Clock,
     ) -> None:
         self._files = files
         self._objects = objects
         self._epoch = epoch
         self._locate = locate
+        self._clock = clock
         self._lock = threading.Lock()
         self._opened: OrderedDict[str, Records] = OrderedDict()
         self._pack_reader: PackReader | None = None
@@ -136,7 +139,7 @@ class Payloads:
         if self._pack_reader is None:
             from strawq.storage.tensors import PackReader
 
-            self._pack_reader = PackReader(self._files)
+            self._pack_reader = PackReader(self._files, clock=self._clock)
         return self._pack_reader
 
     def _records(self, objects: dict[str, StoredObject], part: Slice) -> Records:

@@ -26,7 +26,7 @@ from strawq.storage.entry import Entry
 from strawq.storage.failure import storage_failed
 from strawq.storage.floors import encode_floor, read_floor
 from strawq.storage.process import known_dead
-from strawq.storage.replay import GENESIS
+from strawq.storage.replay import UNBOUND, genesis
 from strawq.storage.sessions import read_beat
 from strawq.storage.snapshots import Snapshot, decode_snapshot, snapshot_numbers
 
@@ -131,7 +131,7 @@ def _check_log(pool: Pool, head: int, found: list[Finding], progress: Progress) 
     """The chain from the oldest entry that is there to the newest. Returns how many were read, and the oldest."""
     floor: int = pool.log.peek(lambda machine: machine.state.meta.floor)
     oldest = max(floor, 1)
-    previous, count, seq = GENESIS if oldest == 1 else "", 0, oldest
+    previous, count, seq = genesis(pool.header.pool_id) if oldest == 1 else "", 0, oldest
     while seq <= head + 1:
         entry = _read_entry(pool, seq)
         if isinstance(entry, str):
@@ -156,7 +156,7 @@ def _check_log(pool: Pool, head: int, found: list[Finding], progress: Progress) 
                 )
             previous = ""
         else:
-            if previous and entry.line.prev != previous:
+            if previous and entry.line.prev != previous and (count or entry.line.prev != UNBOUND):
                 found.append(Finding(layout.entry(seq), "follows another history", (), "restore the file from a copy"))
             previous = entry.digest
             count += 1

@@ -18,11 +18,13 @@ _HEADER_WAITS_SECONDS = (0.02, 0.1, 0.4)
 
 
 def create_pool(files: Files, header: PoolHeader) -> None:
-    """Write the directories and, last, the header that makes them a pool. `FileExistsError` if somebody was first."""
+    """Write the directories and, last, the header that makes them a pool. `FileExistsError` if somebody was first: not
+    if the header there is this one, for a server that has lost its reply says that the name is taken, too."""
     for directory in layout.DIRECTORIES:
         files.make_directory(directory)
     staging = Staging(files, header.pool_id)
-    if not staging.place([encode_header(header)], layout.HEADER):
+    data = encode_header(header)
+    if not staging.place([data], layout.HEADER) and files.read(layout.HEADER) != data:
         raise FileExistsError(layout.HEADER)
     files.sync_directory("")
 

@@ -208,8 +208,9 @@ class PosixFiles:
     def replace(self, path: str, data: Buffer) -> None:
         try:
             self._replace(path, data)
-        except FileNotFoundError:
-            # A process that stands still in between may find its draft collected.
+        except (FileNotFoundError, FileExistsError):
+            # A process that stands still in between may find its draft collected; and a draft's name is taken only by
+            # a call of ours whose reply was lost.
             self._replace(path, data)
 
     def _replace(self, path: str, data: Buffer) -> None:

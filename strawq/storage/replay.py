@@ -10,6 +10,7 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import blake3
 import msgspec
 
 from strawq.errors import Damaged, StorageFailed
@@ -24,8 +25,15 @@ from strawq.storage.snapshots import usable_snapshots
 
 M = TypeVar("M", bound="Machine")
 T = TypeVar("T")
-GENESIS = "0" * 64
+UNBOUND = "0" * 64
+"""What the first entry names in a log that an early strawq began: it says nothing about whose log it is."""
 _DAMAGE_WAITS_SECONDS = (0.02, 0.1, 0.4, 1.0)
+
+
+def genesis(pool: str) -> str:
+    """What the first entry names as the digest before it: the pool's id, so that a log is read only under its own
+    `strawq.json`."""
+    return blake3.blake3(b"strawq pool " + pool.encode()).hexdigest()
 
 
 class Machine(Protocol):
@@ -58,7 +66,7 @@ class Replay(Generic[M]):
         self.files = files
         self.machine = machine
         self.pool = pool
-        self.tip = GENESIS
+        self.tip = genesis(pool)
         """Digest of the newest entry that is folded."""
         self.snapshot_seq = 0
         """Entry of the newest snapshot that this process has read or written."""
@@ -113,7 +121,10 @@ class Replay(Generic[M]):
                 return
             self._loaded = False
             self._clock.sleep(0.01 + 0.1 * self._clock.jitter())
-        raise StorageFailed("the log was trimmed past every snapshot that a listing shows; run `strawq verify`")
+        passed_over = "".join(f"; {damage}" for damage in list(self.damage.values())[:1])
+        raise StorageFailed(
+            f"the log was trimmed past every whole snapshot that a listing shows; run `strawq verify`{passed_over}"
+        )
 
     def _fold_following(self) -> Damaged | None:
         """Fold every entry that follows. Damage is only believed above the floor: below it we may stand on a ghost,
@@ -148,7 +159,7 @@ class Replay(Generic[M]):
         snapshot = next(usable_snapshots(self.files, self.pool, self.damage), None)
         if snapshot is None:
             self.machine.reset()
-            self.tip = GENESIS
+            self.tip = genesis(self.pool)
             self.snapshot_seq = self._snapshot_bytes = 0
         else:
             self.machine.load(snapshot.body, snapshot.line.seq)
@@ -159,7 +170,12 @@ class Replay(Generic[M]):
 
     def _fold(self, entry: Entry) -> None:
         line = entry.line
-        if line.prev != self.tip:
+        if line.prev != self.tip and self.machine.seq == 0 and line.prev != UNBOUND:
+            raise Damaged(
+                f"log entry {layout.entry(line.seq)} begins the history of another pool than {layout.HEADER} names "
+                f"({self.pool[:12]}); restore the {layout.HEADER} that belongs to this directory"
+            )
+        if line.prev != self.tip and self.machine.seq:
             raise Damaged(
                 f"log entry {layout.entry(line.seq)} follows another history (it names {line.prev[:12]}, entry "
                 f"{line.seq - 1} is "

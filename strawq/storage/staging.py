@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from strawq.storage import layout
 from strawq.storage.files import Buffer, Files
 
+_NAME_TRIES = 8
+
 
 class Staging:
     """Safe from many threads."""
@@ -25,13 +27,21 @@ class Staging:
 
     def write(self, buffers: Sequence[Buffer]) -> str:
         """Write a staging file, durably; returns its path. Nothing is left behind when that fails."""
-        staged = layout.staging(self.instance, next(self._numbers))
-        try:
-            self.files.stage(staged, buffers)
-        except OSError:
-            self.discard(staged)
-            raise
-        return staged
+        for turn in range(_NAME_TRIES):
+            staged = layout.staging(self.instance, next(self._numbers))
+            try:
+                self.files.stage(staged, buffers)
+            except FileExistsError:
+                # Nobody else makes this name: it is ours, from a call whose reply was lost. What it holds is not known.
+                self.discard(staged)
+                if turn == _NAME_TRIES - 1:
+                    raise
+            except OSError:
+                self.discard(staged)
+                raise
+            else:
+                return staged
+        raise AssertionError("the last turn returns or raises")
 
     def discard(self, staged: str) -> None:
         """Remove a staging file whose content has its name, or never will. It is garbage: failing to remove it is no

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from strawq.limits import (
     READ_SPARE_BYTES,
 )
 from strawq.rows import STORABLE, Rows, span, torch_rows, values
+from strawq.storage.clock import Clock, SystemClock
 from strawq.storage.files import Files
 from strawq.storage.packs import PackedTensor, PackHeader
 from strawq.storage.spares import Spares
@@ -56,10 +56,12 @@ class PackReader:
         self,
         files: Files,
         *,
+        clock: Clock | None = None,
         again: Sequence[float] = READ_AGAIN_SECONDS,
         cache_bytes: int = PACK_HEADER_CACHE_BYTES,
     ) -> None:
         self._files, self._again, self._cache_bytes = files, tuple(again), cache_bytes
+        self._clock = clock or SystemClock()
         self._headers: OrderedDict[tuple[str, str], PackHeader] = OrderedDict()
         self._held = 0
         self._lock = threading.Lock()
@@ -177,7 +179,7 @@ class PackReader:
             try:
                 return attempt()
             except (Damaged, Gone):
-                time.sleep(pause)
+                self._clock.sleep(pause)
         return attempt()
 
 

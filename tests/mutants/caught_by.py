@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from tests.core import test_request_ids as requests
+from tests.crash import test_lost_replies as lost
+from tests.crash.operations import OPERATIONS
 from tests.log import test_expiry as expiry
 from tests.log import test_heartbeats as heartbeats
 from tests.log import test_outcomes as outcomes
@@ -10,6 +13,7 @@ from tests.log import test_unknown_saves as saves
 from tests.mutants import checks
 from tests.mutants.checks import Check, given, patched, seeds
 
+SUBMIT = next(operation for operation in OPERATIONS if operation.name == "submit")
 SLICE = seeds(range(12))
 """As many seeds as it takes: what a seed meets changes with every change of the code."""
 
@@ -24,6 +28,16 @@ CAUGHT_BY: dict[str, Check] = {
     "floor written after the first deletion": SLICE,
     "floor before the snapshot is durable": SLICE,
     "own-entry check left out": checks.a_lost_reply_is_no_lost_race,
+    "our own staged name is taken for a failure": given(
+        lost.test_a_name_that_is_taken_by_ourselves_is_no_failure, SUBMIT
+    ),
+    "whose log it is not looked at": checks.a_foreign_header_is_refused,
+    "the answers about a pool stay on the branch that is left": given(
+        requests.test_a_repeat_is_answered_on_the_branch_that_another_rollback_made
+    ),
+    "the time of a checkpoint is content": given(
+        requests.test_a_repeat_after_a_lost_reply_gives_the_first_answer_and_changes_nothing, "checkpoint"
+    ),
     "ask-by-identity left out": patched(races.test_a_writer_that_slept_after_its_commit_finds_it_by_identity),
     "forgotten answers are guessed": patched(
         races.test_a_writer_that_slept_longer_than_the_pool_remembers_says_that_it_does_not_know

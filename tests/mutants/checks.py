@@ -51,7 +51,7 @@ def patched(test: Callable[..., object], *arguments: object) -> Check:
     return run
 
 
-def given(test: Callable[..., object], *arguments: Callable[[], object] | str | int) -> Check:
+def given(test: Callable[..., object], *arguments: object) -> Check:
     """A test of another area with its parameters; callables are called for a fresh one."""
 
     def run() -> None:
@@ -224,6 +224,15 @@ def _all_held(pool: Pool):  # type: ignore[no-untyped-def]
         return [Held(task, {part.object: state.objects[part.object] for part in task.parts}) for task in tasks]
 
     return pool.log.refresh(see)
+
+
+def a_foreign_header_is_refused() -> None:
+    world, other = World(1), World(2)
+    world.process().queue().submit(_prompts(1))
+    world.memory.remove(layout.HEADER)
+    world.memory.stage(layout.HEADER, [other.memory.read(layout.HEADER)])
+    with pytest.raises(Damaged):
+        world.process().queue().submit(_prompts(1))
 
 
 def an_observer_that_slept_takes_nobody_for_dead() -> None:

@@ -41,7 +41,7 @@ class Truth:
         self.memory = memory
         self.book = book
         self.machine = Machine()
-        self.tips = {0: "0" * 64}
+        self.tips: dict[int, str] = {}
         self.entries: dict[int, Entry] = {}
         self.acknowledged_seq = 0
         self._floors: dict[str, int] = {}

@@ -23,6 +23,7 @@ from strawq.pool import DEFAULT_QUEUE
 from strawq.storage.faulty import Fault, FaultPlan
 from strawq.storage.files import Buffer
 from strawq.storage.header import create_pool
+from strawq.storage.replay import genesis
 from strawq.testing.simulation import actors
 from strawq.testing.simulation.book import Book
 from strawq.testing.simulation.host import Process
@@ -93,6 +94,7 @@ class World:
             "link" if self.settings.links else "rename",
         )  # fmt: skip
         create_pool(self.memory, header)
+        self.truth.tips[0] = genesis(header.pool_id)
         self.memory.truth = self.truth
         self.memory.beat = self._beat
         self.truth.watch_expiry = self._expired
