@@ -8,11 +8,13 @@ ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
+RAY_VENV := .venv-ray
 
 KEY := $(shell sed '/^. ---- tools ----/q' pyproject.toml | cksum | cut -d' ' -f1)
 CORE := $(VENV)/.strawq-core-$(KEY)
 DEV := $(VENV)/.strawq-dev-$(KEY)
 BENCH := $(VENV)/.strawq-bench-$(KEY)
+RAY := $(RAY_VENV)/.strawq-ray-$(KEY)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # An exported PYTHONPATH or PYTHONHOME would put other code before the environment's own.
@@ -22,7 +24,7 @@ unexport PYTHONPATH
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check bench soak campaign test-sglang format clean
+.PHONY: help demo test check bench soak campaign test-sglang test-ray format clean
 
 help: ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -59,7 +61,10 @@ campaign: $(DEV) ## 10,000 seeds of the simulation (ARGS goes to tools.campaign)
 test-sglang: $(DEV) ## tests against a real SGLang engine on the CPU (2.6 GB, own environment)
 	STRAWQ_SGLANG_VENV="$(abspath $(SGLANG_VENV))" $(PY) tools/sglang_cpu/run.py $(ARGS)
 
-clean: ## remove builds and caches; the environments (.venv, .venv-sglang) stay
+test-ray: $(RAY) ## tests of `strawq work --ray` on a local Ray cluster of several nodes (own environment)
+	$(RAY_VENV)/bin/python -m pytest $(or $(ARGS),tests/ray)
+
+clean: ## remove builds and caches; the environments (.venv, .venv-sglang, .venv-ray) stay
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name '.venv*' -prune -o -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
@@ -94,3 +99,9 @@ $(BENCH): | $(VENV)/bin/pip
 	@$(PY) -m pip install --quiet 'pip>=21.3'
 	@$(PY) -m pip install --quiet --editable '.[bench]'
 	@touch $(CORE) $@
+
+$(RAY): | $(RAY_VENV)/bin/pip
+	@echo "installing strawq[dev,ray] into $(RAY_VENV)"
+	@$(RAY_VENV)/bin/python -m pip install --quiet 'pip>=21.3'
+	@$(RAY_VENV)/bin/python -m pip install --quiet --editable '.[dev,ray]'
+	@touch $@

@@ -7,6 +7,7 @@ Children end with their parent, whatever ends it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -58,7 +59,9 @@ def run_on_cluster(pool: str, options: WorkerOptions, address: str) -> Answer:
     """Run a worker on each alive node of a Ray cluster until all have ended."""
     from strawq_workers.on_ray import run_on_ray
 
-    summary = run_on_ray(pool, options, address)
+    # Ray prints what nodes and actors say to stdout, which is for the answer.
+    with contextlib.redirect_stdout(sys.stderr):
+        summary = run_on_ray(pool, options, address)
     groups, nodes = plural(summary.groups_accepted, "group"), plural(summary.nodes, "node")
     text = f"ended ({summary.reason}): {groups} accepted by workers that ended well, on {nodes}"
     text += f", {summary.lost} lost" if summary.lost else ""

@@ -8,6 +8,8 @@ needs no CPU of Ray's books: the node's CPUs may all be promised to others, and 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ log = logging.getLogger("strawq.ray")
 
 _DECODER = msgspec.json.Decoder(Ended | Failed)
 REASON_MAX = 200
+CONNECT_S = 10.0
 
 
 class _Handle:
@@ -89,6 +92,23 @@ class RayCluster:
         self._ray.kill(handle.actor)
 
 
+def _check_address(address: str) -> None:
+    """Ray asks an address that nobody answers at for minutes, and does not take all that it accepts elsewhere."""
+    if address in ("", "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise BadInput(
+            f"Ray address {address!r} is not of the form host:port, which `ray start` prints; run this on a node of "
+            "the "
+            "cluster"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError as error:
+        raise TryAgain(f"no Ray cluster at {address}: {error}; start one with `ray start --head`") from error
+
+
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:REASON_MAX] or type(error).__name__
 
@@ -106,6 +126,7 @@ def connected(pool: str, address: str = "") -> Iterator[RayCluster]:
     if ray.is_initialized():
         yield RayCluster(ray, pool)
         return
+    _check_address(address or os.environ.get("RAY_ADDRESS", ""))
     try:
         ray.init(address=address or "auto", logging_level=logging.WARNING, log_to_driver=True)
     except ConnectionError as error:
