@@ -144,17 +144,17 @@ class SessionKeeper:
     def _notice(self, live: set[str]) -> None:
         with self._lock:
             if self.current and self.current not in live:
+                self.forget()
+
+    def forget(self) -> None:
+        """The session is not ours any more; the next work joins anew. Said here, and so once, whoever has noticed."""
+        with self._lock:
+            if self.current:
                 logger.warning(
                     "session %s was taken for dead (this process stood still longer than its lease); its leases "
                     "belong to others now, nothing of them will be committed; going on with a new session",
                     self.current,
                 )
-                self.forget()
-
-    def forget(self) -> None:
-        """The session is not ours any more; the next work joins anew."""
-        with self._lock:
-            if self.current:
                 self.lost.append(self.current)
                 self.current = self._beating = ""
 

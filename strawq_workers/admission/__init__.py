@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from strawq_workers.admission.refill import Account, RolloutPlan, Step
 from strawq_workers.admission.reservations import Admission, Decision, Limits
-from strawq_workers.admission.slots import divide_samples, divide_slots, shares, total_slots
+from strawq_workers.admission.slots import divide_samples, divide_slots, share_of, shares, total_slots
 from strawq_workers.admission.staleness import Candidate, Selection, StalenessBudget, Verdict, staleness_of
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Verdict",
     "divide_samples",
     "divide_slots",
+    "share_of",
     "shares",
     "staleness_of",
     "total_slots",

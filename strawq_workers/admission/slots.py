@@ -61,6 +61,21 @@ def divide_samples(max_concurrent_samples: int, group_size: int, workers: int) -
     return _even(max_concurrent_samples, workers)
 
 
+def share_of(total_samples: int, group_size: int, workers: Sequence[str], own: str) -> int:
+    """Group slots of the worker `own` among the live `workers`, in the order they came.
+
+    As many of them as there are slots for divide the slots; those are the first. Raises BadInput for one that came
+    later, and unless `own` is one of the workers.
+    """
+    if own not in workers or len(set(workers)) != len(workers):
+        raise BadInput(f"worker {own!r} is not one of the distinct workers {list(workers)}")
+    position = workers.index(own)
+    division = divide_slots(
+        total_samples, group_size, max(position + 1, min(len(workers), total_samples // group_size))
+    )
+    return division[position]
+
+
 def shares(division: Sequence[int], workers: Sequence[str]) -> dict[str, int]:
     """The division by worker id, in sorted order of the ids, so that every worker computes the same table alone.
 

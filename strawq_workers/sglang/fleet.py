@@ -23,7 +23,7 @@ import numpy as np
 
 from strawq.errors import BadInput, EngineUnavailable, StrawqError
 from strawq_workers.sglang.client import EngineClient, PauseMode
-from strawq_workers.sglang.flight import AnyOf, StopSignal, sleep_or
+from strawq_workers.sglang.flight import AbortUnconfirmed, AnyOf, StopSignal, sleep_or
 from strawq_workers.sglang.info import RouterWorker, RouterWorkers, decode_info
 from strawq_workers.sglang.options import EngineOptions
 from strawq_workers.sglang.segment import Segment, empty_segment
@@ -260,7 +260,7 @@ class Fleet:
                 return await engine.attempt(request, stop)
             except EngineUnavailable as failed:
                 if stop.is_set():
-                    raise
+                    raise AbortUnconfirmed(str(failed), engine.url) from failed
                 engine.doubt(failed)
                 now = clock()
                 # Time that an engine spent at work on this request is not time spent retrying.

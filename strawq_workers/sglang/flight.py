@@ -21,6 +21,14 @@ class StopSignal(Protocol):
     async def wait(self) -> object: ...
 
 
+class AbortUnconfirmed(EngineUnavailable):
+    """A request was to end, and nobody knows whether its engine still runs it. A late answer is discarded."""
+
+    def __init__(self, message: str, engine_url: str) -> None:
+        super().__init__(message)
+        self.engine_url = engine_url
+
+
 class Flight:
     """One attempt on the wire, sent to a paused engine if `at_door`. `received` grows with every byte read, `failure`
     says why it was given up."""

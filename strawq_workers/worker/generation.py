@@ -18,7 +18,7 @@ import numpy as np
 from strawq.alignment import check_sample
 from strawq.errors import BadInput, Misaligned
 from strawq.model import VersionSpan
-from strawq.samples import Int32, Sample, SegmentInfo, TopK, extend
+from strawq.samples import NO_POLICY, Int32, Sample, SegmentInfo, TopK, extend
 from strawq_workers.sglang.segment import Segment
 from strawq_workers.sglang.wire import GenerateRequest, Sampling
 from strawq_workers.worker.options import WorkerOptions
@@ -97,21 +97,9 @@ def next_step(sample: Sample, prompt: Int32, plan: Plan) -> GenerateRequest | Sa
 def take_segment(sample: Sample, segment: Segment, prompt_tokens: int, plan: Plan) -> Sample:
     """The sample with the answer's tokens after its own. `Misaligned` or `BadInput` if they do not join; the sample
     given is still good then."""
-    count = segment.tokens
-    if count == 0 and segment.finish == "abort":
+    if segment.tokens == 0 and segment.finish == "abort":
         return sample
-    more = Sample(
-        index=sample.index,
-        tokens=segment.output_ids,
-        logprobs=segment.logprobs,
-        versions=segment.versions,
-        segments=(SegmentInfo(0, count, plan.record, plan.options.logprob_mode),) if count else (),
-        r3=segment.routed_experts if count else None,
-        sc=None
-        if segment.top_ids is None or segment.top_logprobs is None
-        else TopK(segment.top_ids, segment.top_logprobs),
-    )
-    joined = extend(sample, more)
+    joined = extend(sample, _part(sample.index, segment, plan.record, plan))
     if changed_sampling(sample, plan):
         joined = msgspec.structs.replace(joined, metadata={**joined.metadata, MIXED_SAMPLING: True})
     joined = _with_status(joined, segment, prompt_tokens, plan)
@@ -119,6 +107,56 @@ def take_segment(sample: Sample, segment: Segment, prompt_tokens: int, plan: Pla
         joined = mask_older(joined)
     check_sample(joined, prompt_tokens, since=len(sample.tokens))
     return joined
+
+
+def take_turn(
+    sample: Sample, segment: Segment, unread: Int32, prompt_tokens: int, plan: Plan, sampling: Sampling
+) -> Sample:
+    """As `take_segment`, for a turn of a generate function: the answer follows the `unread` tokens (int32 [k]), which
+    no policy made and whose R3 rows came with it. The sample has not ended: that is the function's to say."""
+    if segment.tokens == 0:
+        return sample
+    more = _part(sample.index, segment, sampling_record(sampling), plan)
+    if len(unread):
+        rows = more.r3
+        more = extend(no_policy(sample.index, unread, plan), msgspec.structs.replace(more, r3=None))
+        more = msgspec.structs.replace(more, r3=rows)
+    joined = msgspec.structs.replace(extend(sample, more), status="aborted", finish_reason="")
+    if plan.options.mask_offpolicy_in_partial_rollout:
+        joined = mask_older(joined)
+    check_sample(joined, prompt_tokens, since=len(sample.tokens))
+    return joined
+
+
+def no_policy(index: int, tokens: Int32, plan: Plan) -> Sample:
+    """Tokens (int32 [k]) that no policy made, as a sample without R3 rows: loss mask 0, log-prob 0.0, SC rows that say
+    nothing (ids 0 to w - 1, each with log-prob -log w)."""
+    count, width = len(tokens), plan.options.top_logprobs
+    rows = np.tile(np.arange(width, dtype=np.int32), (count, 1))
+    return Sample(
+        index=index,
+        tokens=tokens,
+        logprobs=np.zeros(count, np.float32) if plan.options.logprobs else None,
+        loss_mask=np.zeros(count, np.uint8),
+        versions=(VersionSpan(0, count, NO_POLICY),),
+        sc=TopK(rows, np.full(rows.shape, -np.log(width), np.float32)) if width else None,
+    )
+
+
+def _part(index: int, segment: Segment, record: dict[str, Any], plan: Plan) -> Sample:
+    """The answer to one request, as a sample of its own."""
+    count = segment.tokens
+    return Sample(
+        index=index,
+        tokens=segment.output_ids,
+        logprobs=segment.logprobs,
+        versions=segment.versions,
+        segments=(SegmentInfo(0, count, record, plan.options.logprob_mode),) if count else (),
+        r3=segment.routed_experts if count else None,
+        sc=None
+        if segment.top_ids is None or segment.top_logprobs is None
+        else TopK(segment.top_ids, segment.top_logprobs),
+    )
 
 
 def _with_status(sample: Sample, segment: Segment, prompt_tokens: int, plan: Plan) -> Sample:
@@ -141,13 +179,19 @@ def mask_older(sample: Sample) -> Sample:
 
 
 def newest_from(sample: Sample) -> int:
-    """The first response token of the newest policy: of the last version span, or of the last request where the
-    version is not known or mixed."""
+    """The first response token of the newest policy: of the last version span and those before it that are of the same
+    version or that no policy made, or of the last request where the version is not known or mixed."""
     if not sample.versions:
         return 0
     last: VersionSpan = sample.versions[-1]
     if last.version and not last.last:
-        return last.start
+        start = last.start
+        for span in reversed(sample.versions[:-1]):
+            if (span.version, span.last) == (last.version, ""):
+                start = span.start
+            elif span.version or span.last or sample.loss_mask[span.start : span.end].any():
+                break
+        return start
     return sample.segments[-1].start if sample.segments else last.start
 
 
@@ -174,7 +218,7 @@ def check_prefix(sample: Sample, prompt_tokens: int, plan: Plan) -> None:
     if finished(sample) or count == 0:
         return
     differs = changed_sampling(sample, plan)
-    if differs and options.changed_sampling == "refuse":
+    if differs and options.changed_sampling == "refuse" and not options.generate:
         raise BadInput(
             f"sample {sample.index}: its {count} saved tokens were sampled with other options ({differs}): run the "
             "worker with the options of the prefix, or with changed_sampling=mark"

@@ -14,22 +14,26 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from strawq.errors import BadInput, Damaged, EngineUnavailable, Gone, Misaligned, OperatorNeeded, StrawqError
+from strawq.errors import BadInput, EngineUnavailable, Misaligned, OperatorNeeded, StrawqError
 from strawq.handles import Lease
 from strawq.queue import Change, Work
-from strawq.samples import Group, Int32, Prompt, Sample, token_count
+from strawq.samples import Group, Int32, Sample, token_count
+from strawq_workers.admission.staleness import Verdict
 from strawq_workers.filters import DynamicFilterOutput
-from strawq_workers.sglang.flight import AnyOf
+from strawq_workers.sglang.flight import AbortUnconfirmed, AnyOf
 from strawq_workers.sglang.segment import Segment
 from strawq_workers.sglang.wire import GenerateRequest
+from strawq_workers.worker.custom import generate_by_function
+from strawq_workers.worker.failing import give_up
+from strawq_workers.worker.freshness import start_anew, verdict_on
 from strawq_workers.worker.generation import check_prefix, finished, next_step, take_segment
+from strawq_workers.worker.judging import judged
 from strawq_workers.worker.place import Attempt, EngineRefused, Place, PrefixRefused, first_of
 from strawq_workers.worker.reporting import Standing, words
+from strawq_workers.worker.saving import save_as_it_grows
 
 log = logging.getLogger("strawq.worker")
 
-SAVE_GAP_S = 0.05
-"""Samples that end together are saved together."""
 IN_THREAD_BYTES = 1 << 20
 EMPTY_ABORT_S = 0.1
 EMPTY_ABORT_MAX_S = 2.0
@@ -48,14 +52,29 @@ class GroupRun:
         self.lost = ""
         self.end = ""
         """How it ended: accepted, dropped, failed, yielded, stale."""
-        self._prompt: Int32 = np.empty(0, np.int32)
-        self._cut = asyncio.Event()
+        self.prompt: Int32 = np.empty(0, np.int32)
+        self.cut = asyncio.Event()
+        """Set when requests in flight are to end because what they brought is to be saved; a new one follows it."""
         self._flying: set[asyncio.Future[None]] = set()
-        self._lock = asyncio.Lock()
-        self._grown = asyncio.Event()
+        self.outside: set[asyncio.Future[Any]] = set()
+        """Done when a generate function's requests are the worker's, which can end them, or when it has returned."""
+        self._unconfirmed: set[int] = set()
+        self.lock = asyncio.Lock()
+        self.grown = asyncio.Event()
         self._changed = False
         self._rewrite = False
-        self._saved_at = asyncio.get_running_loop().time()
+        self.saved_at = asyncio.get_running_loop().time()
+        self._empty_abort_s = EMPTY_ABORT_S
+
+    @property
+    def task(self) -> str:
+        return self.lease.task
+
+    @property
+    def group(self) -> Group:
+        """As it is in the queue."""
+        assert self.work is not None
+        return self.work.group
 
     # -- from outside -------------------------------------------------------------------------------------------
 
@@ -66,27 +85,28 @@ class GroupRun:
 
     async def settle(self) -> None:
         """Wait until no request is in flight, then save. For a pause: the hold keeps new ones from starting."""
-        while self._flying:
-            await asyncio.wait(list(self._flying))
+        while self._flying or self.outside:
+            await asyncio.wait([*self._flying, *self.outside])
             await asyncio.sleep(0)  # lets each sample take its answer
-        await self._keep()
+            self.outside = {waiting for waiting in self.outside if not waiting.done()}
+        await self.keep()
 
     async def save(self) -> None:
         """Make what is new durable under the lease. Raises what the report raises; the news is kept then."""
-        async with self._lock:
+        async with self.lock:
             if not self._changed or self.end or self.lost or self.work is None:
                 return
             self._changed = False
             try:
-                standing = await self._report("save", self._snapshot())
+                standing = await self.report("save", self._snapshot())
             except BaseException:
                 self._changed = True
                 raise
             if standing != "stale":
                 self.place.counters.saves += 1
-                self._saved_at = asyncio.get_running_loop().time()
+                self.saved_at = asyncio.get_running_loop().time()
 
-    async def _keep(self) -> None:
+    async def keep(self) -> None:
         """Save between two requests. A failure is not the group's: it tries again at its end, or storage is unwell."""
         try:
             await self.save()
@@ -98,11 +118,11 @@ class GroupRun:
     # -- the work -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        saver = asyncio.ensure_future(self._save_as_it_grows())
+        saver = asyncio.ensure_future(save_as_it_grows(self))
         try:
             trouble = await self._attempt()
             if trouble is not None and not self.lost:
-                await self._give_up(trouble)
+                await give_up(self, trouble)
             if self.lost:
                 self._drop_work()
         finally:
@@ -124,7 +144,7 @@ class GroupRun:
                 if verdict is not None:
                     await self._hand_in(verdict)
                     return None
-            await self._yield()
+            await self.give_back()
         except StrawqError as error:
             return error
         return None
@@ -133,8 +153,8 @@ class GroupRun:
         place, prompt = self.place, group.prompt
         saved = {sample.index: sample for sample in group.samples}
         known = [sample.prompt_tokens for sample in group.samples if sample.prompt_tokens is not None]
-        self._prompt = known[0] if known else await place.texts.tokens_of(prompt)
-        own_prompt = None if prompt.tokens is not None else self._prompt
+        self.prompt = known[0] if known else await place.texts.tokens_of(prompt)
+        own_prompt = None if prompt.tokens is not None else self.prompt
         for index in sorted({*range(prompt.samples or place.options.samples), *saved}):
             sample = saved.get(index, Sample(index, prompt_tokens=own_prompt))
             if not place.options.partial_rollout and not finished(sample) and len(sample.tokens):
@@ -142,10 +162,23 @@ class GroupRun:
                 sample, self._rewrite = Sample(index, prompt_tokens=own_prompt), True
             self.samples[index] = sample
             try:
-                check_prefix(sample, len(self._prompt), place.plan)
+                check_prefix(sample, len(self.prompt), place.plan)
             except BadInput as error:
                 raise PrefixRefused(str(error)) from error
+        if any(len(sample.tokens) for sample in self.samples.values()):
+            self._drop_if_stale()
         place.counters.tokens_resumed += sum(len(sample.tokens) for sample in self.samples.values())
+
+    def _drop_if_stale(self) -> Verdict:
+        """Throws everything away if the group is too old by the worker's policy; what is saved of it goes with the next
+        save."""
+        verdict = verdict_on(self.place, self.group, self.samples.values())
+        if verdict == "drop":
+            log.info("task %s is dropped as stale at policy version %s, and starts anew", self.task, self.place.served)
+            for sample in start_anew(self.place, self.samples).values():
+                self.put(sample)
+            self._rewrite = True
+        return verdict
 
     async def _generate_all(self) -> None:
         """Generate all samples at once. The first failure ends the others, which are awaited; it is raised."""
@@ -161,38 +194,49 @@ class GroupRun:
                     raise failure
 
     async def _generate(self, index: int) -> None:
-        place, delay = self.place, EMPTY_ABORT_S
         try:
-            while True:
-                step = next_step(self.samples[index], self._prompt, place.plan)
-                if isinstance(step, Sample):
-                    if step is not self.samples[index]:
-                        self._put(step)
-                    place.counters.samples_finished += 1
-                    return
-                if self.stop.is_set():
-                    return
-                if place.hold.stopped.is_set():
-                    await first_of(place.hold.released, self.stop)
-                    continue
-                stopped_by = AnyOf(self.stop, place.hold.stopped, self._cut)
-                segment = await self._request(step, stopped_by)
-                await self._take(index, segment)
-                if segment.tokens or segment.finish != "abort" or stopped_by.is_set():
-                    delay = EMPTY_ABORT_S
-                    continue
-                # Somebody else aborts what we send, or the engine does: ask again, not at once.
-                place.counters.retries += 1
-                await first_of(self.stop, timeout=delay)
-                delay = min(2 * delay, EMPTY_ABORT_MAX_S)
+            if self.place.hooks.generate is None:
+                await self._generate_by_requests(index)
+            else:
+                await generate_by_function(self, index)
+            self.place.counters.samples_finished += finished(self.samples[index])
         except BaseException:
             self.stop.set()
             raise
         finally:
-            # The answer is here, or its connection is closed: either way the engine does not run it on.
-            place.admission.sample_finished(self.attempt, index)
+            if index not in self._unconfirmed:
+                # The answer is here, or its connection is closed: either way the engine does not run it on.
+                self.place.admission.sample_finished(self.attempt, index)
 
-    async def _request(self, request: GenerateRequest, stop: AnyOf) -> Segment:
+    async def _generate_by_requests(self, index: int) -> None:
+        place = self.place
+        while True:
+            step = next_step(self.samples[index], self.prompt, place.plan)
+            if isinstance(step, Sample):
+                if step is not self.samples[index]:
+                    self.put(step)
+                return
+            if self.stop.is_set():
+                return
+            if place.hold.stopped.is_set():
+                await first_of(place.hold.released, self.stop)
+                continue
+            stopped_by = AnyOf(self.stop, place.hold.stopped, self.cut)
+            segment = await self.request(index, step, stopped_by)
+            await self._take(index, segment)
+            if segment.tokens or segment.finish != "abort" or stopped_by.is_set():
+                self._empty_abort_s = EMPTY_ABORT_S
+            else:
+                await self.pause_after_empty_abort()
+
+    async def pause_after_empty_abort(self) -> None:
+        """Somebody else aborts what we send, or the engine does: ask again, not at once."""
+        self.place.counters.retries += 1
+        await first_of(self.stop, timeout=self._empty_abort_s)
+        self._empty_abort_s = min(2 * self._empty_abort_s, EMPTY_ABORT_MAX_S)
+
+    async def request(self, index: int, request: GenerateRequest, stop: AnyOf) -> Segment:
+        """One request for the sample, counted; `EngineRefused` if the engine does not take it as it is."""
         place = self.place
         flight: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._flying.add(flight)
@@ -200,6 +244,10 @@ class GroupRun:
         try:
             segment = await place.fleet.generate(request, stop)
         except Misaligned:
+            raise
+        except AbortUnconfirmed as error:
+            self._unconfirmed.add(index)
+            place.unconfirmed.note(self.attempt, index, error.engine_url)
             raise
         except BadInput as error:
             raise EngineRefused(str(error)) from error
@@ -214,65 +262,45 @@ class GroupRun:
     async def _take(self, index: int, segment: Segment) -> None:
         place, sample = self.place, self.samples[index]
         size = 0 if segment.routed_experts is None else segment.routed_experts.nbytes
-        taking: Any = (take_segment, sample, segment, len(self._prompt), place.plan)
+        taking: Any = (take_segment, sample, segment, len(self.prompt), place.plan)
         taken: Sample = await asyncio.to_thread(*taking) if size > IN_THREAD_BYTES else taking[0](*taking[1:])
         if segment.finish == "abort" and not place.options.partial_rollout:
             place.counters.tokens_discarded += len(taken.tokens)
             taken = Sample(index, prompt_tokens=sample.prompt_tokens)
         place.counters.tokens_masked += int(sample.loss_mask.sum()) - int(taken.loss_mask[: len(sample.tokens)].sum())
         if taken is not sample:
-            self._put(taken)
+            self.put(taken)
 
-    def _put(self, sample: Sample) -> None:
+    def put(self, sample: Sample) -> None:
         self.samples[sample.index] = sample
         self._changed = True
-        self._grown.set()
+        self.grown.set()
 
     def _complete(self) -> bool:
         return all(finished(sample) for sample in self.samples.values())
 
     # -- saving -------------------------------------------------------------------------------------------------
 
-    async def _save_as_it_grows(self) -> None:
-        """Saves after `save_tokens` new tokens, or after `save_seconds`: then requests in flight are cut first."""
-        options = self.place.options
-        if not options.partial_rollout or not (options.save_tokens or options.save_seconds):
-            return
-        seconds = options.save_seconds if not options.looks_back else 0.0
-        clock = asyncio.get_running_loop().time
-        while True:
-            left = self._saved_at + seconds - clock() if seconds else None
-            if left is None or left > 0:
-                await first_of(self._grown, timeout=left)
-            self._grown.clear()
-            if seconds and clock() >= self._saved_at + seconds:
-                self._saved_at = clock()
-                await self._cut_requests()
-                await self._keep()
-            elif options.save_tokens and self._unsaved() >= options.save_tokens:
-                await asyncio.sleep(SAVE_GAP_S)
-                await self._keep()
-
-    async def _cut_requests(self) -> None:
-        flying, cut = list(self._flying), self._cut
-        self._cut = asyncio.Event()
+    async def cut_requests(self) -> None:
+        flying, cut = list(self._flying), self.cut
+        self.cut = asyncio.Event()
         cut.set()
         if flying:
             await asyncio.wait(flying)
             await asyncio.sleep(0)  # lets each sample take its answer
 
-    def _unsaved(self) -> int:
+    def unsaved(self) -> int:
         saved = token_count(self.work.group) if self.work is not None else 0
         return sum(len(sample.tokens) for sample in self.samples.values()) - saved
 
     def _snapshot(self) -> Group:
-        """The group as it is now. Samples without a token are left out until they have ended."""
+        """The group as it is now. Samples without a token are left out until there is something to say of them."""
         assert self.work is not None
         saved = {sample.index for sample in self.work.group.samples}
         samples = [
             sample
             for index, sample in sorted(self.samples.items())
-            if len(sample.tokens) or finished(sample) or index in saved
+            if len(sample.tokens) or finished(sample) or index in saved or sample.metadata
         ]
         return msgspec.structs.replace(self.work.group, samples=tuple(samples))
 
@@ -293,32 +321,25 @@ class GroupRun:
             stopping.cancel()
 
     async def _score_and_filter(self) -> DynamicFilterOutput:
-        hooks = self.place.hooks
-        group = self._snapshot()
-        if hooks.need_text:
-            texts = [
-                sample.text if sample.text is not None else await self.place.texts.text_of(sample.tokens)
-                for sample in group.samples
-            ]
-            samples = [
-                msgspec.structs.replace(sample, text=text) for sample, text in zip(group.samples, texts, strict=True)
-            ]
-            group = msgspec.structs.replace(group, samples=tuple(samples))
-        group = await hooks.score(group)
-        verdict = await hooks.judge(group)
+        group, verdict = await judged(self.place, self._snapshot())
         for sample in group.samples:
-            self._put(sample)
+            self.put(sample)
         return verdict
 
     async def _hand_in(self, verdict: DynamicFilterOutput) -> None:
-        async with self._lock:
+        async with self.lock:
             if self.lost:
                 return
             reason = verdict.reason or ""
             if verdict.keep:
-                standing = await self._report("complete", self._snapshot())
+                age = self._drop_if_stale()
+                if age == "drop":
+                    await self._yield_now()
+                    return
+                self.place.counters.stale_late += age == "late"
+                standing = await self.report("complete", self._snapshot())
             else:
-                standing = await self._report("drop", None, reason)
+                standing = await self.report("drop", None, reason)
             if standing == "stale":
                 return
             self.end = "accepted" if verdict.keep else "dropped"
@@ -327,57 +348,18 @@ class GroupRun:
             else:
                 self.place.dropped(reason)
 
-    async def _yield(self) -> None:
-        async with self._lock:
-            if self.lost or self.work is None:
-                return
-            group = self._snapshot() if self._changed else None
-            if await self._report("yield", group) != "stale":
-                self.end = "yielded"
-                self.place.counters.groups_yielded += 1
+    async def give_back(self) -> None:
+        async with self.lock:
+            if not self.lost and self.work is not None:
+                await self._yield_now()
 
-    async def _give_up(self, error: StrawqError) -> None:
-        """The attempt has failed: keep what is good of it, then say so."""
-        if isinstance(error, OperatorNeeded) and not isinstance(error, (Damaged, Gone)):
-            self.place.stop("storage", error)
-            return
-        if self.work is None:
-            self.work = Work(self.lease, Group(self.lease.task, Prompt()))
-        try:
-            if isinstance(error, EngineUnavailable):
-                log.warning("task %s goes back with its prefix: %s", self.lease.task, words(error))
-                await self._yield()
-                self.place.unavailable(error)
-            else:
-                await self._save_before_failing()
-                await self._fail(error)
-        except StrawqError as second:
-            log.error("task %s: its report is refused as well: %s", self.lease.task, words(second))
-            self.place.stop("storage", second)
+    async def _yield_now(self) -> None:
+        group = self._snapshot() if self._changed else None
+        if await self.report("yield", group) != "stale":
+            self.end = "yielded"
+            self.place.counters.groups_yielded += 1
 
-    async def _save_before_failing(self) -> None:
-        """A report of failure carries no data: the prefix goes first."""
-        try:
-            await self.save()
-        except BadInput as error:
-            self.place.counters.tokens_discarded += max(0, self._unsaved())
-            log.warning("task %s: its tokens are not fit to be saved: %s", self.lease.task, words(error))
-
-    async def _fail(self, error: StrawqError) -> None:
-        # Another attempt at the same request would be refused again; everything else may pass.
-        final = isinstance(error, BadInput) and not isinstance(error, (Misaligned, PrefixRefused))
-        async with self._lock:
-            if self.lost:
-                return
-            standing = await self._report("fail", None, words(error), retryable=not final)
-            if standing == "stale":
-                return
-            self.end = "failed"
-        self.place.failed(self.lease.task, words(error), standing == "dead")
-        if isinstance(error, (EngineRefused, PrefixRefused)):
-            self.place.refused(error)
-
-    async def _report(self, outcome: Any, group: Group | None, reason: str = "", *, retryable: bool = True) -> Standing:
+    async def report(self, outcome: Any, group: Group | None, reason: str = "", *, retryable: bool = True) -> Standing:
         standing = await self.place.reporter.report(
             Change(self.work, outcome, group, reason, retryable, self._rewrite and group is not None)
         )
@@ -390,5 +372,5 @@ class GroupRun:
     def _drop_work(self) -> None:
         self.end = "stale"
         self.place.counters.groups_stale += 1
-        self.place.counters.tokens_discarded += max(0, self._unsaved())
+        self.place.counters.tokens_discarded += max(0, self.unsaved())
         log.info("task %s: lease %s is not ours any more (%s); dropped", self.lease.task, self.attempt, self.lost)

@@ -1,4 +1,5 @@
-"""The user's functions: reward, filter, tokeniser, named by dotted paths and called as slime calls them.
+"""The user's functions: generate, sample hooks, reward, filter, tokeniser, named by dotted paths and called as slime
+calls them.
 
 The rule: a hook that raises, or answers something else than it should, fails the attempt with its reason (`HookFailed`)
 and nothing else. A plain function runs in a thread, so that a slow reward does not stop the event loop.
@@ -12,42 +13,18 @@ import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 
-from strawq.errors import BadInput, StrawqError
+from strawq.errors import BadInput, Misaligned
 from strawq.samples import Group, Int32, Prompt, Sample
 from strawq_workers.filters import DynamicFilterOutput, apply_filter
 from strawq_workers.worker.options import WorkerOptions
+from strawq_workers.worker.views import HookFailed, HookSample, changed_by_hook, hook_view, reward_value, with_metadata
 
 Hook = Callable[..., Any]
-
-
-class HookFailed(StrawqError):
-    """A hook raised, or answered what it may not. The attempt fails with this message."""
-
-    kind = "hook_failed"
-
-
-class HookSample(msgspec.Struct):
-    """A sample as hooks see it, under slime's names. `tokens` are those of prompt and response; `response` is "" where
-    nobody can decode them. Of changes that a hook makes, `metadata` is kept."""
-
-    index: int
-    group_index: str
-    prompt: Any
-    tokens: list[int]
-    response: str
-    response_length: int
-    label: Any
-    reward: Any
-    status: str
-    metadata: dict[str, Any]
-    loss_mask: list[int]
-    rollout_log_probs: list[float] | None
-    weight_versions: list[str]
-    remove_sample: bool = False
 
 
 class Hooks:
@@ -55,7 +32,12 @@ class Hooks:
 
     def __init__(self, options: WorkerOptions) -> None:
         self.args = hook_args(options)
+        self.evaluation = options.evaluation
         self.group_reward = options.group_reward
+        self.generate = load_hook(options.generate, "generate") if options.generate else None
+        if self.generate is not None and not is_coroutine_function(self.generate):
+            raise BadInput(f"generate hook {options.generate!r} must be a coroutine function: async def")
+        self.sample_hooks = tuple((path, load_hook(path, "sample")) for path in options.sample_hooks)
         self.reward = load_hook(options.reward, "reward") if options.reward else None
         self.filter = load_hook(options.dynamic_filter, "dynamic_filter") if options.dynamic_filter else None
         self.tokenizer = load_hook(options.tokenize, "tokenize") if options.tokenize else None
@@ -63,7 +45,48 @@ class Hooks:
 
     @property
     def need_text(self) -> bool:
-        return self.reward is not None or self.filter is not None
+        return self.reward is not None or self.filter is not None or bool(self.sample_hooks)
+
+    @property
+    def stops_by_cancel(self) -> bool:
+        """Whether the generate function asks to be cancelled where it has to stop (`abort_mode = "request"`)."""
+        return getattr(self.generate, "abort_mode", "") == "request"
+
+    async def run_generate(self, sample: HookSample, sampling_params: dict[str, Any]) -> Any:
+        """The generate function's answer. Raises `HookFailed`, and `CancelledError` if its task was cancelled."""
+        assert self.generate is not None
+        named = {"evaluation": self.evaluation} if "evaluation" in _keywords(self.generate) else {}
+        return await self.generate(self.args, sample, sampling_params, **named)
+
+    async def change(self, group: Group) -> Group:
+        """The group after the sample hooks, in order, on each sample without a reward. Raises `HookFailed`, or
+        `Misaligned` if a loss mask does not cover the response."""
+        if not self.sample_hooks:
+            return group
+        open_samples = [sample for sample in group.samples if sample.reward is None]
+        changed = await asyncio.gather(
+            *(self._change(group, sample) for sample in open_samples), return_exceptions=True
+        )
+        by_index: dict[int, Sample] = {}
+        for sample in changed:
+            if isinstance(sample, BaseException):
+                raise sample
+            by_index[sample.index] = sample
+        samples = tuple(by_index.get(sample.index, sample) for sample in group.samples)
+        return msgspec.structs.replace(group, samples=samples)
+
+    async def _change(self, group: Group, sample: Sample) -> Sample:
+        for path, hook in self.sample_hooks:
+            name = f"sample hook {path}"
+            view, before = hook_view(group, sample), hook_view(group, sample)
+            accepted = _keywords(hook)
+            known = {"rollout_id": None, "evaluation": self.evaluation}
+            given = known if _ANY in accepted else {key: known[key] for key in known if key in accepted}
+            answer = await call(hook, name, self.args, view, **given)
+            if answer is not None and not isinstance(answer, HookSample):
+                raise HookFailed(f"{name} answered {repr(answer)[:100]}: return the sample, or None")
+            sample = changed_by_hook(group.prompt, sample, view if answer is None else answer, before, name)
+        return sample
 
     async def score(self, group: Group) -> Group:
         """The group with a reward for each sample that has none. Raises `HookFailed`."""
@@ -136,62 +159,72 @@ def hook_args(options: WorkerOptions) -> SimpleNamespace:
         "partial_rollout": options.partial_rollout,
         "mask_offpolicy_in_partial_rollout": options.mask_offpolicy_in_partial_rollout,
         "group_rm": options.group_reward,
-        "reward_key": None,
+        "reward_key": options.reward_key or None,
+        "custom_generate_function_path": options.generate or None,
+        "rollout_sample_hook_path": list(options.sample_hooks) or None,
+        "use_rollout_routing_replay": options.routed_experts,
+        "sglang_server_concurrency": options.concurrency,
+        **_address(options.engines[0]),
     }
     return SimpleNamespace(**{**named, **options.hook_args})
 
 
-def hook_view(group: Group, sample: Sample) -> HookSample:
-    prompt = group.prompt
-    ids = sample.prompt_tokens if sample.prompt_tokens is not None else prompt.tokens
-    said: Any = prompt.text if prompt.text is not None else prompt.messages
-    return HookSample(
-        index=sample.index,
-        group_index=prompt.group_id or group.task_id,
-        prompt=said if said is not None else "",
-        tokens=([] if ids is None else ids.tolist()) + sample.tokens.tolist(),
-        response=sample.text or "",
-        response_length=len(sample.tokens),
-        label=prompt.label,
-        reward=sample.reward,
-        status=sample.status,
-        metadata={**prompt.metadata, **sample.metadata},
-        loss_mask=sample.loss_mask.tolist(),
-        rollout_log_probs=None if sample.logprobs is None else sample.logprobs.tolist(),
-        weight_versions=[span.version for span in sample.versions],
-    )
+def _address(url: str) -> dict[str, Any]:
+    """Where slime's functions look for the router: the first engine."""
+    try:
+        parts = urlsplit(url)
+        return {"sglang_router_ip": parts.hostname, "sglang_router_port": parts.port}
+    except ValueError as error:
+        raise BadInput(f"engine URL {url!r}: {error}") from error
 
 
 def _rewarded(group: Group, sample: Sample, answer: Any, view: HookSample) -> Sample:
-    if hasattr(answer, "item") and not isinstance(answer, dict):
-        answer = answer.item()  # a NumPy or torch scalar
-    if not isinstance(answer, (bool, int, float, dict)):
-        raise HookFailed(
-            f"reward hook answered {repr(answer)[:100]} for sample {sample.index}: return a number or dict"
-        )
-    prompt = group.prompt.metadata
-    added = {name: value for name, value in view.metadata.items() if name not in prompt or prompt[name] != value}
-    reward = answer if isinstance(answer, dict) else float(answer)
-    try:
-        msgspec.json.encode((reward, added))
-    except (TypeError, msgspec.MsgspecError) as error:
-        raise HookFailed(f"reward or metadata of sample {sample.index} are not JSON values: {error}") from error
-    return msgspec.structs.replace(sample, reward=reward, metadata=added)
+    if answer is None:
+        raise HookFailed(f"reward hook answered None for sample {sample.index}: return a number or dict")
+    scored = msgspec.structs.replace(sample, reward=reward_value(answer, sample.index))
+    return with_metadata(group.prompt, scored, view)
 
 
-async def call(function: Hook, name: str, *arguments: Any) -> Any:
-    """The hook's answer, awaited where it is a coroutine. Whatever it raises becomes `HookFailed`."""
+async def call(function: Hook, name: str, *arguments: Any, **named: Any) -> Any:
+    """The hook's answer, awaited where it is a coroutine. Whatever it raises becomes `HookFailed`, but for
+    `Misaligned`, which says more."""
     try:
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments)
-        answer = await asyncio.to_thread(function, *arguments)
+        if is_coroutine_function(function):
+            return await function(*arguments, **named)
+        answer = await asyncio.to_thread(function, *arguments, **named)
         return await answer if inspect.isawaitable(answer) else answer
+    except Misaligned:
+        raise
     except asyncio.CancelledError as error:
         # Nobody cancels a worker's group from outside: something inside the hook was cancelled, and it leaked.
         raise HookFailed(f"{name} hook was cancelled from within") from error
     except (Exception, SystemExit) as error:
         # Others' code may raise anything; the reason goes into the queue, and the worker lives.
-        raise HookFailed(f"{name} hook raised {type(error).__name__}: {error}") from error
+        raise raised(name, error) from error
+
+
+def raised(name: str, error: BaseException) -> HookFailed:
+    """What a hook raised, as the reason of a failed attempt."""
+    kind = name if " " in name else f"{name} hook"
+    return HookFailed(f"{kind} raised {type(error).__name__}: {error}")
+
+
+def is_coroutine_function(function: Hook) -> bool:
+    """Also of an object with an `async def __call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+_ANY = "**"
+
+
+def _keywords(function: Hook) -> set[str]:
+    """Names that the hook takes by keyword; `_ANY` if it takes any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return set()
+    names = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    return names | {_ANY} if any(p.kind is p.VAR_KEYWORD for p in parameters) else names
 
 
 def load_hook(path: str, name: str) -> Hook:

@@ -14,14 +14,15 @@ from typing import Protocol
 
 from strawq.errors import BadInput, Fenced, OperatorNeeded, OutcomeUnknown, TryAgain
 from strawq.handles import Lease, Leases
-from strawq_workers.admission.reservations import Admission, Limits
-from strawq_workers.admission.slots import divide_slots, total_slots
+from strawq_workers.admission.reservations import Admission
 from strawq_workers.sglang.fleet import Fleet
+from strawq_workers.worker.counts import keep_counts, leave_counts
 from strawq_workers.worker.group import GroupRun
 from strawq_workers.worker.metrics import WorkerSummary, log_line, watch_loop
 from strawq_workers.worker.options import WorkerOptions
 from strawq_workers.worker.place import Place, first_of
 from strawq_workers.worker.reporting import words
+from strawq_workers.worker.share import limits_of
 from strawq_workers.worker.watching import Watcher
 
 log = logging.getLogger("strawq.worker")
@@ -29,15 +30,6 @@ log = logging.getLogger("strawq.worker")
 IDLE_S = 0.05
 IDLE_MAX_S = 1.0
 ACQUIRE_TRIES = 12
-
-
-def limits_of(options: WorkerOptions, engines: int) -> Limits:
-    """This worker's share of the engines' slots. `BadInput` if some worker would have none."""
-    groups = options.max_groups
-    if not groups:
-        shares = divide_slots(total_slots(options.concurrency, engines), options.samples, options.workers)
-        groups = shares[options.worker_index]
-    return Limits(groups=groups, group_size=options.samples, samples=options.max_concurrent_samples or None)
 
 
 class Intake(Protocol):
@@ -71,9 +63,10 @@ class Worker:
         clock = asyncio.get_running_loop().time
         started = clock()
         around = [
-            asyncio.ensure_future(watch_loop(self.place.counters)),
+            asyncio.ensure_future(watch_loop(self.place.counters, self.place.fleet)),
             asyncio.ensure_future(self._log_at_times()),
             asyncio.ensure_future(self.watcher.run()),
+            asyncio.ensure_future(keep_counts(self.place, lambda: len(self.runs))),
         ]
         for task in around:
             task.add_done_callback(self._over)
@@ -86,6 +79,7 @@ class Worker:
             for task in (*around, admitting):
                 task.cancel()
             await asyncio.gather(*around, return_exceptions=True)
+            await leave_counts(self.place, 0)
         if self.place.fatal is not None:
             raise self.place.fatal
         place = self.place
@@ -104,6 +98,7 @@ class Worker:
         place, delay = self.place, IDLE_S
         while not place.stopping.is_set():
             place.changed.clear()
+            await self.watcher.before_admission()
             self._resize()
             room = self._room()
             if room < 1:
@@ -143,11 +138,12 @@ class Worker:
         return room if self.intake is None else self.intake.want(room)
 
     def _resize(self) -> None:
-        """Engines that a router brings later raise the share."""
-        admission = self.place.admission
-        limits = limits_of(self.place.options, len(self.place.fleet.engines))
+        """Engines that a router brings later, and workers that come and go, change the share."""
+        admission, engines, peers = self.place.admission, len(self.place.fleet.engines), self.watcher.peers
+        limits = limits_of(self.place.options, engines, peers, self.place.queue.session)
         if limits != admission.limits:
-            log.info("%d engines: this worker's share is now %d groups", len(self.place.fleet.engines), limits.groups)
+            shared = f", {len(peers)} workers" if not self.place.options.workers else ""
+            log.info("%d engines%s: this worker's share is now %d groups", engines, shared, limits.groups)
             admission.resize(limits)
 
     async def _acquire(self, room: int) -> Leases | None:

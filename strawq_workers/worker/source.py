@@ -16,6 +16,7 @@ import msgspec
 
 from strawq.aio import AsyncQueue
 from strawq.handles import Lease, Leases, Reported
+from strawq.inspection import count_tasks
 from strawq.model import Pause
 from strawq.pool import Pool
 from strawq.queue import Change, Work
@@ -24,12 +25,17 @@ T = TypeVar("T")
 
 
 class Around(msgspec.Struct, frozen=True):
-    """What is so around the work, as of one look: the active branch, the live sessions, the pause and the policy."""
+    """What is so around the work, as of one look: the active branch, the live sessions, the pause and the policy.
+    `ready` groups are complete and not trained yet, those in a batch included; `leased` ones are in some worker's
+    hands. `peers`: live sessions by role, in the order they joined."""
 
     branch: str
     sessions: frozenset[str]
     pause: Pause | None
     policy_version: str
+    ready: int = 0
+    leased: int = 0
+    peers: dict[str, tuple[str, ...]] = {}
 
 
 class WorkSource(Protocol):
@@ -94,7 +100,7 @@ class PoolSource:
         return await self._queue.report(changes, request_id=request_id)
 
     async def look(self) -> Around:
-        return await self._queue.run(look, self._pool)
+        return await self._queue.run(look, self._pool, self._queue.queue.name)
 
     async def acknowledge_pause(self) -> None:
         await self._queue.run(self._pool.acknowledge_pause)
@@ -106,14 +112,21 @@ class PoolSource:
         closing.shutdown(wait=False)
 
 
-def look(pool: Pool) -> Around:
+def look(pool: Pool, queue: str) -> Around:
     """One look at the newest log entry. Reads files: call it in a thread."""
 
     def view(machine: Any) -> Around:
         state = machine.state
         meta = state.branch.meta
+        peers: dict[str, tuple[str, ...]] = {}
+        for session in sorted(state.sessions.values(), key=lambda session: session.joined_seq):
+            peers[session.role] = (*peers.get(session.role, ()), session.id)
         sessions = frozenset(session.id for session in state.sessions.values())
-        return Around(state.active.row, sessions, meta.pause, meta.policy_version)
+        tasks = state.branch.queues.get(queue)
+        counts = count_tasks(tasks) if tasks is not None else None
+        ready = counts.ready + counts.in_batch if counts is not None else 0
+        leased = counts.fresh_leased + counts.partial_leased if counts is not None else 0
+        return Around(state.active.row, sessions, meta.pause, meta.policy_version, ready, leased, peers)
 
     around: Around = pool.log.refresh(view)
     return around

@@ -2,7 +2,8 @@
 
 The rule: a lease that is not ours any more is let go within a second, without a report; the work goes on with the new
 session and the new branch. A pause keeps every lease and burns no attempt: it is acknowledged when, by the worker's
-policy, its engines' work has stopped and prefixes are saved.
+policy, its engines' work has stopped and prefixes are saved. After a resume with a new version, nothing is sent before
+the engines serve it, or `version_wait_s` is over.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from strawq.errors import BadInput, StrawqError
 from strawq_workers.worker.group import GroupRun
 from strawq_workers.worker.place import Place, first_of
 from strawq_workers.worker.reporting import words
+from strawq_workers.worker.serving import wait_for_version
 from strawq_workers.worker.source import Around
 
 log = logging.getLogger("strawq.worker")
@@ -31,6 +33,11 @@ class Watcher:
         self.runs = runs
         self.paused = False
         self.look_now = asyncio.Event()
+        self.peers: tuple[str, ...] = ()
+        """Live sessions of this worker's role, in the order they joined."""
+        self._looked = False
+        self._opening: asyncio.Task[None] | None = None
+        self._settling: asyncio.Task[int] | None = None
         self._quiescing: asyncio.Task[None] | None = None
         self._acknowledged = False
         self._said: set[str] = set()
@@ -47,11 +54,44 @@ class Watcher:
                     log.warning("the pool cannot be read just now: %s", error)
                     continue
                 self._let_go(around)
+                before = self.place.admission.free_groups(), self.peers
+                self._take(around)
+                if before != (self.place.admission.free_groups(), self.peers):
+                    self.place.changed.set()
                 await self._follow_pause(around)
+                self._settle_unconfirmed()
         finally:
-            if self._quiescing is not None:
-                self._quiescing.cancel()
-                await asyncio.gather(self._quiescing, return_exceptions=True)
+            begun = [task for task in (self._quiescing, self._opening, self._settling) if task is not None]
+            for task in begun:
+                task.cancel()
+            await asyncio.gather(*begun, return_exceptions=True)
+
+    async def before_admission(self) -> None:
+        """Looks once more where admission has to be right now: before the first lease, for a share among live sessions
+        that ours is not counted in yet, and while the pool's unconsumed groups are bounded."""
+        place = self.place
+        live = place.options.workers == 0
+        counted = not live or place.queue.session in self.peers
+        if self._looked and counted and place.admission.limits.window_groups is None:
+            return
+        try:
+            if live and place.queue.pool is not None:
+                await place.queue.run(place.queue.pool.keeper.require)
+            self._take(await place.queue.look())
+        except (StrawqError, OSError) as error:
+            log.warning("the pool cannot be read just now: %s", error)
+
+    def _take(self, around: Around) -> None:
+        place = self.place
+        self._looked = True
+        self.peers = around.peers.get(place.options.role, ())
+        place.served = around.policy_version
+        place.admission.observe(around.ready, max(0, around.leased - place.admission.in_flight_groups))
+
+    def _settle_unconfirmed(self) -> None:
+        if len(self.place.unconfirmed) and (self._settling is None or self._settling.done()):
+            self._settling = asyncio.ensure_future(self.place.unconfirmed.settle())
+            self._settling.add_done_callback(lambda _: self.place.changed.set())
 
     # -- leases -------------------------------------------------------------------------------------------------
 
@@ -66,7 +106,6 @@ class Watcher:
                 self._said.add(f"b {lease.branch}")
                 run.lose(f"branch {around.branch} is active")
             elif lease.session not in around.sessions:
-                self._say(f"session {lease.session} of this worker was taken for dead")
                 self.place.counters.sessions_lost += f"s {lease.session}" not in self._said
                 self._said.add(f"s {lease.session}")
                 run.lose(f"session {lease.session} has ended")
@@ -83,6 +122,9 @@ class Watcher:
             if self.paused:
                 await self._resume(around)
             return
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
         if not self.paused:
             self.paused, self._acknowledged = True, False
             self.place.counters.pauses += 1
@@ -128,13 +170,24 @@ class Watcher:
             self._quiescing.cancel()
             await asyncio.gather(self._quiescing, return_exceptions=True)
             self._quiescing = None
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(
+                wait_for_version(self.place.fleet, around.policy_version, self.place.options.version_wait_s)
+            )
+            self._opening.add_done_callback(lambda _: self.look_now.set())
+            await asyncio.sleep(0)
+        if not self._opening.done():
+            await asyncio.wait({self._opening}, timeout=self._seconds)
+            if not self._opening.done():
+                return  # the next look asks again, and sees another pause meanwhile
+        self._opening.result()
         if self.place.options.pause_policy == "in_place":
             try:
                 await self.place.fleet.resume()
             except StrawqError as error:
                 log.warning("engines do not go on yet: %s", words(error))
                 return  # the next look tries again
-        self.paused = False
+        self.paused, self._opening = False, None
         self.place.hold.open()
         self.place.admission.resume()
         self.place.changed.set()

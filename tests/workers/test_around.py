@@ -183,14 +183,14 @@ async def test_a_worker_taken_for_dead_drops_its_work_says_so_once_and_goes_on(s
         stage.submit(2)
         worker, _ = await started(stage, max_groups=2)
         session = stage.worker.place.queue.session
-        with caplog.at_level(logging.WARNING, "strawq.worker"):
+        with caplog.at_level(logging.WARNING):
             # On the worker's own loop, so that it cannot lease the groups anew in between.
             stage.pool.commit(Expire(request="e", session=session, reason="test"))
             leases = stage.queue.acquire(2)
             assert len(leases) == 2
             await stage.until("old groups are dropped", lambda: stage.worker.place.counters.groups_stale == 2, worker)
         assert stage.worker.place.counters.sessions_lost == 1
-        assert sum("taken for dead" in r.getMessage() for r in caplog.records if r.name == "strawq.worker") == 1
+        assert sum("taken for dead" in record.getMessage() for record in caplog.records) == 1
         for lease in leases:
             work = await asyncio.to_thread(stage.queue.open, lease)
             assert token_count(work.group) == 0

@@ -1,0 +1,219 @@
+"""Samples as the user's functions see them, under slime's names, and what of their changes is kept.
+
+The rule: a view is a copy, and what comes back from it is checked before it counts. A hook may change the reward, the
+loss mask, `remove_sample`, the metadata, the response text and a final status; it may not change tokens or log-probs,
+and a mask of another length than the response is refused with both lengths. Metadata that is the prompt's own is not
+copied into the sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from strawq.errors import BadInput, Misaligned, StrawqError
+from strawq.samples import Group, Prompt, Sample
+
+REMOVED = "remove_sample"
+"""Key of `Sample.metadata`: a hook has taken the sample out of training; its loss mask is 0."""
+UNREAD = "strawq_unread_tokens"
+"""Key of `Sample.metadata`: ids that a generate function has appended and no engine has read yet (see `turns`)."""
+TURN = "strawq_turn"
+"""Key of `Sample.metadata`: where the last turn of a generate function starts, and how it ended."""
+
+
+class HookFailed(StrawqError):
+    """A hook raised, or answered what it may not. The attempt fails with this message."""
+
+    kind = "hook_failed"
+
+
+class Status(str, enum.Enum):
+    """slime's states of a sample. Equal to their words, and to slime's own enumeration."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    def __eq__(self, other: object) -> bool:
+        return self.value == getattr(other, "value", other)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclasses.dataclass(eq=False)
+class HookSample:
+    """A sample as hooks see it. `tokens` are those of prompt and response; `response` is "" where nobody can decode
+    them; `loss_mask` and `rollout_log_probs` have one entry for each response token."""
+
+    Status: ClassVar[type[Status]] = Status
+
+    index: int = 0
+    group_index: str = ""
+    prompt: Any = ""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: Any = None
+    status: Any = Status.PENDING
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    loss_mask: list[int] | None = None
+    rollout_log_probs: list[float] | None = None
+    weight_versions: list[str] = dataclasses.field(default_factory=list)
+    remove_sample: bool = False
+    rollout_id: int | None = None
+    rollout_routed_experts: Any = None
+    multimodal_inputs: Any = None
+    train_metadata: Any = None
+    session_id: str | None = None
+    turns: Any = dataclasses.field(default=None, repr=False)
+    """The run of a generate function that the sample belongs to; None elsewhere."""
+
+    def get_reward_value(self, args: Any) -> Any:
+        """The reward, or what `args.reward_key` names in it."""
+        key = getattr(args, "reward_key", None)
+        if not key:
+            return self.reward
+        if not isinstance(self.reward, Mapping) or key not in self.reward:
+            raise BadInput(f"the reward of sample {self.index} is {repr(self.reward)[:100]}: it has no {key!r}")
+        return self.reward[key]
+
+    @property
+    def effective_response_length(self) -> int:
+        """Response tokens that are trained on."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    def append_response_tokens(
+        self,
+        args: Any,
+        *,
+        tokens: Any,
+        log_probs: Any = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Add tokens to the response of a generate function's sample, with everything that must cover them.
+
+        `trainable`: a policy made them, and `log_probs` (one each) must be given if the worker records them;
+        `meta_info` is the engine's, of which `weight_version`, `finish_reason` and `routed_experts` are used. Not
+        trainable (tool output): loss mask 0, log-prob 0.0, no policy. Raises `Misaligned` with the counts, `BadInput`
+        elsewhere."""
+        if self.turns is None:
+            raise BadInput("only a generate function may append tokens to a sample")
+        self.turns.append(
+            tokens, log_probs, trainable=trainable, meta_info=meta_info or {}, text=text, terminal=update_terminal_info
+        )
+
+
+def word(status: Any) -> str:
+    """A status as its word, of whichever enumeration it is."""
+    return str(getattr(status, "value", status))
+
+
+def hook_view(group: Group, sample: Sample) -> HookSample:
+    """A view of the sample; its text as far as it is known."""
+    prompt = group.prompt
+    ids = sample.prompt_tokens if sample.prompt_tokens is not None else prompt.tokens
+    said: Any = prompt.text if prompt.text is not None else prompt.messages
+    own = {name: value for name, value in sample.metadata.items() if name not in (REMOVED, UNREAD, TURN)}
+    return HookSample(
+        index=sample.index,
+        group_index=prompt.group_id or group.task_id,
+        prompt=said if said is not None else "",
+        tokens=([] if ids is None else ids.tolist()) + sample.tokens.tolist(),
+        response=sample.text or "",
+        response_length=len(sample.tokens),
+        label=prompt.label,
+        reward=sample.reward,
+        status=Status(sample.status),
+        metadata={**prompt.metadata, **own},
+        loss_mask=sample.loss_mask.tolist(),
+        rollout_log_probs=None if sample.logprobs is None else sample.logprobs.tolist(),
+        weight_versions=[span.version for span in sample.versions if span.version],
+        remove_sample=bool(sample.metadata.get(REMOVED)),
+    )
+
+
+def changed_by_hook(prompt: Prompt, sample: Sample, view: HookSample, before: HookSample, name: str) -> Sample:
+    """The sample with what a hook may change. `before` is the view as the hook got it. Raises `HookFailed`, or
+    `Misaligned` for a loss mask of another length."""
+    what = f"{name} changed sample {sample.index}"
+    if list(view.tokens) != before.tokens or view.response_length != len(sample.tokens):
+        raise HookFailed(
+            f"{what}: {len(before.tokens)} tokens with a response of {len(sample.tokens)} before, "
+            f"{len(view.tokens)} and {view.response_length} now; only a generate function makes tokens"
+        )
+    if _differs(view.rollout_log_probs, before.rollout_log_probs):
+        raise HookFailed(f"{what}: its log-probs are the policy's, and stay as they are")
+    status = word(view.status)
+    if status != sample.status and status not in ("completed", "truncated", "failed"):
+        raise HookFailed(f"{what}: status {status!r} is not one that a finished sample can have")
+    sample = with_metadata(prompt, sample, view)
+    sample = with_mask(sample, view, what)
+    text = view.response if view.response != before.response else sample.text
+    return msgspec.structs.replace(sample, text=text, status=status, reward=reward_value(view.reward, sample.index))
+
+
+def with_mask(sample: Sample, view: HookSample, what: str) -> Sample:
+    """The sample with the view's loss mask, all 0 where the view takes it out of training."""
+    mask = sample.loss_mask
+    if view.loss_mask is not None:
+        if len(view.loss_mask) != len(sample.tokens):
+            raise Misaligned(
+                f"{what}: its loss mask has {len(view.loss_mask)} entries, the response {len(sample.tokens)} tokens"
+            )
+        mask = np.asarray(view.loss_mask)
+        if mask.size and not np.isin(mask, (0, 1)).all():
+            raise HookFailed(f"{what}: its loss mask holds something else than 0 and 1")
+    metadata = {name: value for name, value in sample.metadata.items() if name != REMOVED}
+    if view.remove_sample:
+        mask, metadata = np.zeros(len(sample.tokens), np.uint8), {**metadata, REMOVED: True}
+    return msgspec.structs.replace(sample, loss_mask=mask.astype(np.uint8), metadata=metadata)
+
+
+def with_metadata(prompt: Prompt, sample: Sample, view: HookSample) -> Sample:
+    """The sample with the view's metadata, less what is the prompt's own. `HookFailed` if it is not JSON."""
+    kept = {name: sample.metadata[name] for name in (REMOVED, UNREAD, TURN) if name in sample.metadata}
+    own = prompt.metadata
+    added = {name: value for name, value in view.metadata.items() if name not in own or own[name] != value}
+    try:
+        msgspec.json.encode(added)
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise HookFailed(f"the metadata of sample {sample.index} are not JSON values: {error}") from error
+    return msgspec.structs.replace(sample, metadata={**added, **kept})
+
+
+def reward_value(given: Any, index: int) -> float | dict[str, Any] | None:
+    """A hook's reward as it is stored. `HookFailed` if it is neither a number nor a JSON dict."""
+    if given is None:
+        return None
+    if hasattr(given, "item") and not isinstance(given, dict):
+        given = given.item()  # a NumPy or torch scalar
+    if not isinstance(given, (bool, int, float, dict)):
+        raise HookFailed(f"reward hook answered {repr(given)[:100]} for sample {index}: return a number or dict")
+    reward = given if isinstance(given, dict) else float(given)
+    try:
+        msgspec.json.encode(reward)
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise HookFailed(f"the reward of sample {index} is not a JSON value: {error}") from error
+    return reward
+
+
+def _differs(now: Any, before: list[float] | None) -> bool:
+    if now is None or before is None:
+        return (now is None) != (before is None)
+    return len(now) != len(before) or list(now) != before
