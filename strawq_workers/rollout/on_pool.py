@@ -21,7 +21,7 @@ from strawq_workers.admission.slots import total_slots
 from strawq_workers.rollout.local_workers import LocalWorkers
 from strawq_workers.rollout.selection import refuse_all_samples_hook, select
 from strawq_workers.rollout.settings import StrawSource, batch_size, local_workers, options_of, worker_wait_s
-from strawq_workers.rollout.station import RolloutFailed, Station
+from strawq_workers.rollout.station import Station
 from strawq_workers.worker.options import WorkerOptions
 
 log = logging.getLogger("strawq.rollout")
@@ -33,8 +33,10 @@ PAUSE_S = 60.0
 WORKER_ROLE = "worker"
 
 
-class WorkersLost(RolloutFailed):
-    """Groups are missing and nobody makes them."""
+class WorkersLost(TryAgain):
+    """Groups are missing and nobody makes them. What was accepted stays in the pool: start a worker, call again."""
+
+    kind = "workers_lost"
 
 
 class OnPool:

@@ -1,7 +1,10 @@
 """An engine in a thread, and slime's in-memory data source in small."""
 
 import asyncio
+import json
 import threading
+import time
+import urllib.request
 from collections import deque
 
 from strawq.handles import Held
@@ -10,6 +13,15 @@ from strawq_workers.engine.options import EngineOptions
 from strawq_workers.slime.sample import Sample
 
 WAIT_S = 30.0
+SLOW = {"max_running_requests": 6, "tokens_per_second": 200.0}
+"""Three groups of two run at once, for as long as their budget says."""
+
+
+def until(what, probe):
+    end = time.monotonic() + WAIT_S
+    while not probe():
+        assert time.monotonic() < end, f"not within {WAIT_S} s: {what}"
+        time.sleep(0.005)
 
 
 class EngineThread:
@@ -34,14 +46,22 @@ class EngineThread:
 
     def running(self) -> int:
         """Requests that the engine works on."""
-        call = asyncio.run_coroutine_threadsafe(
-            self.engine.call(lambda scheduler: len(scheduler._all())), self._loop
-        )
+        call = asyncio.run_coroutine_threadsafe(self.engine.call(lambda scheduler: len(scheduler._all())), self._loop)
         return call.result(WAIT_S)
 
     def generated(self) -> int:
         """Tokens that it has made."""
         return self.engine._scheduler.generated_tokens
+
+    def set_version(self, version):
+        """New weights, told by nobody but the engine."""
+        request = urllib.request.Request(
+            f"{self.url}/update_weight_version",
+            data=json.dumps({"new_version": version, "abort_all_requests": False}).encode(),
+            headers={"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            assert json.load(answer)["success"]
 
     def close(self):
         self._loop.call_soon_threadsafe(self._end.set)

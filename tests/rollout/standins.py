@@ -68,7 +68,7 @@ def worker_options(args, engines):
         partial_rollout=args.partial_rollout,
         reward=args.custom_rm_path or "",
         dynamic_filter=args.dynamic_sampling_filter_path or "",
-        engine_timeout_s=20.0,
+        engine_timeout_s=5.0,
         abort_timeout_s=10.0,
         save_seconds=0.0,
     )

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 import rollout_hooks as hooks
-from scene import indices, tokens_of
+from scene import SLOW, indices, tokens_of
 
 from strawq.errors import StrawqError
 from strawq_workers.rollout import RolloutFailed, generate_rollout
@@ -50,9 +50,6 @@ def over(source, engine, **changes):
     start = engine.generated()
     hooks.gate["ready"] = lambda: engine.generated() > start + 6 * 100 + 6 * 4
     return args
-
-
-SLOW = {"max_running_requests": 6, "tokens_per_second": 200.0}
 
 
 @BOTH

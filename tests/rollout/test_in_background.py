@@ -1,0 +1,128 @@
+import threading
+import time
+
+import pytest
+import rollout_hooks as hooks
+from scene import SLOW, indices, tokens_of, until
+
+from strawq.errors import StrawqError
+from strawq_workers.rollout import RolloutFailed, close_rollouts, generate_rollout_fully_async, weight_update
+from strawq_workers.rollout.station import station_of
+
+HOOKS = "rollout_hooks"
+
+
+def running(source):
+    return station_of(source.data).running
+
+
+def test_three_rollouts_train_each_prompt_once_while_generation_goes_on(source_of, engine):
+    source, trained = source_of("object-store"), []
+    for rollout_id in range(3):
+        out = generate_rollout_fully_async(source.args(), rollout_id, source.data)
+        assert len(out.samples) == 3 and out.metrics["rollout/staleness/unknown_count"] == 0
+        trained += indices(out.samples)
+    assert len(set(trained)) == 9
+    close_rollouts(source.data)
+    assert engine.running() == 0
+    given_back = [number for number, _ in source.waiting()]
+    assert sorted(trained + given_back) == sorted(set(source.data.handed_out))
+
+
+def test_a_call_takes_what_it_asked_for_and_the_rest_waits_in_the_order_it_was_started(source_of, engine):
+    source = source_of("object-store", prompts=8)
+    first = generate_rollout_fully_async(source.args(), 0, source.data)
+    until("all are complete", lambda: running(source).source.ready == 5)
+    made = engine.generated()
+    second = generate_rollout_fully_async(source.args(rollout_batch_size=4), 1, source.data)
+    rest = [number for number in range(8) if number not in indices(first.samples)]
+    assert indices(second.samples) == rest[:4] and engine.generated() == made
+    last = generate_rollout_fully_async(source.args(), 2, source.data)
+    assert indices(last.samples) == rest[4:]
+
+
+def test_nothing_new_is_started_while_enough_complete_groups_wait(source_of, engine):
+    source = source_of("object-store")
+    args = source.args(sglang_server_concurrency=8)  # four groups at once
+    generate_rollout_fully_async(args, 0, source.data)
+    until("it stands still", lambda: running(source).source.ready >= 4 and not running(source).worker.runs)
+    assert running(source).source.ready <= 2 * 4 and engine.running() == 0
+    made = engine.generated()
+    time.sleep(0.3)
+    assert engine.generated() == made
+    # A batch above what may wait is not waited for in vain.
+    assert len(generate_rollout_fully_async(source.args(rollout_batch_size=20), 1, source.data).samples) == 20
+
+
+@pytest.mark.parametrize("engine", [SLOW], indirect=True)
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_is_in_hand_goes_back_when_the_rollouts_are_closed(source_of, engine, partial):
+    source = source_of("object-store")
+    args = source.args(partial_rollout=partial, rollout_batch_size=1, rollout_max_response_len=100)
+    generate_rollout_fully_async(args, 0, source.data)
+    start = engine.generated()
+    until("others have tokens", lambda: engine.generated() > start + 20)
+    close_rollouts(source.data)
+    assert engine.running() == 0
+    saved = dict(source.waiting())
+    lengths = {len(tokens) for samples in saved.values() for tokens in samples}
+    assert (lengths - {0, 100} != set()) == partial
+    again = generate_rollout_fully_async(source.args(**{**vars(args), "rollout_batch_size": 6}), 1, source.data)
+    for number, now in zip(indices(again.samples), tokens_of(again.samples), strict=True):
+        for prefix, tokens in zip(saved.get(number, [[], []]), now, strict=True):
+            assert tokens[: len(prefix)] == prefix
+
+
+def test_a_group_that_fails_for_good_is_told_once_and_the_others_go_on(source_of, engine):
+    source = source_of("object-store")
+    hooks.bad = {1}
+    args = source.args(custom_rm_path=f"{HOOKS}.raises_for_bad", rollout_batch_size=40)
+    with pytest.raises(RolloutFailed, match="no score for prompt 1"):
+        generate_rollout_fully_async(args, 0, source.data)
+    out = generate_rollout_fully_async(args, 0, source.data)
+    assert len(out.samples) == 40 and 1 not in indices(out.samples)
+    close_rollouts(source.data)
+    assert 1 in [number for number, _ in source.waiting()]
+    hooks.bad = set()
+
+
+def test_a_batch_hook_that_raises_loses_no_group(source_of, engine):
+    source = source_of("object-store")
+    with pytest.raises(StrawqError, match="no filter"):
+        generate_rollout_fully_async(source.args(rollout_sample_filter_path=f"{HOOKS}.filter_raises"), 0, source.data)
+    assert 0 in indices(generate_rollout_fully_async(source.args(), 0, source.data).samples)
+
+
+@pytest.mark.parametrize("engine", [SLOW], indirect=True)
+def test_weights_change_while_generation_stands_still_and_prefixes_go_on_under_the_new_ones(source_of, engine):
+    source = source_of("object-store")
+    args = source.args(partial_rollout=True, rollout_batch_size=3, rollout_max_response_len=60)
+    generate_rollout_fully_async(args, 0, source.data)
+    with weight_update(source.data, 2):
+        assert engine.running() == 0
+        made = engine.generated()
+        engine.set_version("2")
+        time.sleep(0.1)
+        assert engine.generated() == made
+    out = generate_rollout_fully_async(args, 1, source.data)
+    versions = [set(sample.weight_versions) for group in out.samples for sample in group]
+    assert {"1", "2"} in versions and out.metrics["rollout/staleness/max"] == 1
+
+
+def test_an_engine_that_is_gone_is_an_error_of_the_call_and_the_next_call_begins_anew(source_of, engine):
+    source = source_of("object-store")
+    hooks.reached.clear()
+    hooks.release.clear()
+    failures = []
+
+    def call():
+        try:
+            generate_rollout_fully_async(source.args(rollout_engines=["http://127.0.0.1:9"]), 0, source.data)
+        except StrawqError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(30)
+    assert [error.exit_code for error in failures] == [4]
+    assert len(generate_rollout_fully_async(source.args(), 0, source.data).samples) == 3
