@@ -14,16 +14,31 @@ if TYPE_CHECKING:
     from strawq_workers.slime.codec import samples_of as samples_of
     from strawq_workers.slime.sample import Sample as Sample
     from strawq_workers.slime.sample import sample_class as sample_class
+    from strawq_workers.slime.straw_source import StrawDataSource as StrawDataSource
 
 _WHERE = {
     "Sample": "strawq_workers.slime.sample",
+    "StrawDataSource": "strawq_workers.slime.straw_source",
     "group_of": "strawq_workers.slime.codec",
     "prompt_of": "strawq_workers.slime.codec",
     "sample_class": "strawq_workers.slime.sample",
     "samples_of": "strawq_workers.slime.codec",
 }
 
-__all__ = sorted(_WHERE)
+__all__ = sorted([*_WHERE, "build_data_source"])
+
+
+def build_data_source(args: Any) -> Any:
+    """The data source that `--rollout-data-transport` asks for: `StrawDataSource` for `straw`, `ObjectStoreDataSource`
+    for `object-store` (slime's default). `BadInput` for any other."""
+    transport = getattr(args, "rollout_data_transport", None) or "object-store"
+    sources = {"straw": "straw_source.StrawDataSource", "object-store": "object_store.ObjectStoreDataSource"}
+    if transport not in sources:
+        from strawq.errors import BadInput
+
+        raise BadInput(f"--rollout-data-transport is straw or object-store, not {transport!r}")
+    module, name = sources[transport].split(".")
+    return getattr(import_module(f"{__name__}.{module}"), name)(args)
 
 
 def __getattr__(name: str) -> Any:
