@@ -133,7 +133,7 @@ def _make_roots(settings: Settings) -> tuple[str, str]:
 
 def _chaos(troupe: Troupe, progress: Progress) -> None:
     settings, chance = troupe.settings, troupe.chance
-    parts = ["submitter", "trainer", "cleaner", *["worker"] * settings.workers, "trainer"]
+    parts = ["submitter", "trainer", "cleaner", "cleaner", *["worker"] * settings.workers, "trainer"]
     for at, role in enumerate(parts):
         troupe.start(role, at % 2)
     stop_every = settings.stop_every or settings.kill_every / STOPS_PER_KILL

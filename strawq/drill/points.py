@@ -38,18 +38,23 @@ POINTS = {
     "before a heartbeat": Point("replace", "sessions/", "before", 4),
     "in the middle of a heartbeat": Point("replace", "sessions/", "within", 4),
     "after a heartbeat": Point("replace", "sessions/", "after", 4),
-    "before an object has its name": Point("publish", "objects/", "before", 6),
-    "after an object has its name": Point("publish", "objects/", "after", 6),
-    "after an object is durable": Point("sync_directory", "objects/", "after", 6),
+    "before an object has its name": Point("publish", "objects/", "before", 4),
+    "after an object has its name": Point("publish", "objects/", "after", 4),
+    "after an object is durable": Point("sync_directory", "objects/", "after", 4),
     "before a snapshot has its name": Point("publish", "snapshots/", "before", 2),
     "after a snapshot has its name": Point("publish", "snapshots/", "after", 2),
     "before a floor has its name": Point("publish", "floors/", "before", 1),
     "after a floor has its name": Point("publish", "floors/", "after", 1),
     "while entries are trimmed": Point("remove", "log/", "after", 20),
-    "while objects are collected": Point("remove", "objects/", "after", 10),
+    "while objects are collected": Point("remove", "objects/", "after", 4),
     "before a staged name goes": Point("remove", "tmp/", "before"),
 }
-JANITORS = ("snapshots/", "floors/", "log/", "objects/")
+CLEANERS = frozenset(
+    name
+    for name, point in POINTS.items()
+    if point.path in ("snapshots/", "floors/") or (point.call == "remove" and point.path in ("log/", "objects/"))
+)
+"""Points that a cleaner comes to, and hardly anybody else."""
 
 
 class DrillFiles(PosixFiles):

@@ -29,8 +29,9 @@ from strawq.trimming import trim_log
 PRODUCER = "drill"
 WAITING_PROMPTS = 64
 BATCH_GROUPS = 4
-KEEP_ENTRIES = 200
-"""Few, so that the log is trimmed while it is struck; enough for the watcher, which is less than a second behind."""
+KEEP_ENTRIES, TRIM_STEP = 100, 10
+"""Few, so that the log is trimmed over and over while it is struck; enough for the watcher, which is less than a second
+behind."""
 COLLECT_WAIT_SECONDS = 1.0
 WATCH_SECONDS = 0.05
 
@@ -198,7 +199,7 @@ def clean(stage: Stage) -> None:
     turns: list[Callable[[str], object]] = [
         lambda _: collect_garbage(stage.pool, wait_seconds=COLLECT_WAIT_SECONDS),
         lambda _: stage.pool.snapshot(),
-        lambda _: trim_log(stage.pool, keep_entries=KEEP_ENTRIES, snapshots_kept=2),
+        lambda _: trim_log(stage.pool, keep_entries=KEEP_ENTRIES, snapshots_kept=2, step=TRIM_STEP),
     ]
     while not stage.done:
         stage.ask(stage.chance.choice(turns))

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from strawq.drill.life import ASKING_TO_END, Life, die_with, live
-from strawq.drill.points import JANITORS, POINTS
+from strawq.drill.points import CLEANERS, POINTS
 from strawq.drill.roles import ROLES
 from strawq.errors import TryAgain
 
@@ -65,6 +66,8 @@ class Troupe:
     kills: int = 0
     stops: int = 0
     died: list[str] = field(default_factory=list)
+    struck: Counter[str] = field(default_factory=Counter)
+    """Named points, by how many lives have ended at them."""
 
     def start(self, role: str, side: int, *, strikeable: bool = True, finishing: bool = False) -> Running:
         self.lives += 1
@@ -88,12 +91,14 @@ class Troupe:
         return running
 
     def _strike(self, role: str) -> tuple[str, int, int]:
-        """Half of all lives end, or stand still, at a point of their own."""
-        cleaning = role == "cleaner" and self.chance.random() < 0.8
-        if not cleaning and self.chance.random() < 0.5:
+        """Half of all lives, and most of a cleaner's, end or stand still at a point of their own."""
+        cleaning = role == "cleaner"
+        if self.chance.random() < (0.2 if cleaning else 0.5):
             return "", 1, int(signal.SIGKILL)
-        names = [name for name, point in POINTS.items() if point.path.startswith(JANITORS) or not cleaning]
-        name = self.chance.choice(names)
+        # The one that was struck least yet, counting those that are on their way to it: so all are, before long.
+        waiting = Counter(child.life.point for child in self.running)
+        names = [name for name in POINTS if (name in CLEANERS) == cleaning]
+        name = min(names, key=lambda name: (self.struck[name] + waiting[name], self.chance.random()))
         number = signal.SIGSTOP if self.chance.random() < 0.15 else signal.SIGKILL
         return name, self.chance.randint(1, POINTS[name].often), int(number)
 
@@ -114,6 +119,9 @@ class Troupe:
 
     def _ended(self, child: Running, status: int) -> None:
         self.running.remove(child)
+        mark = child.life.path("mark")
+        if child.life.point and mark.exists():
+            self.struck[child.life.point] += 1
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
             self.kills += 1
         elif status:
