@@ -45,19 +45,19 @@ def trim_log(
     *,
     keep_entries: int = TRIM_ENTRIES,
     snapshots_kept: int = SNAPSHOTS_KEPT,
-    step: int = ENTRIES_PER_SEGMENT,
+    step: int = 0,
     dry_run: bool = False,
 ) -> Trimmed:
     """Remove entries that are older than the newest `keep_entries` and lie behind every kept snapshot.
 
     The floor stays at or below the oldest of `snapshots_kept` snapshots, so that one damaged snapshot does not cost
-    the pool. It moves by whole `step`s: of a segment each, so that directories go with their entries."""
+    the pool. It moves by whole `step`s; 0: of a segment each, so that directories go with their entries."""
     files = pool.files
     head: int = pool.log.refresh(lambda machine: machine.seq)
     kept = snapshot_numbers(files)[:snapshots_kept]
     behind = min(kept) + 1 if len(kept) >= 2 or (kept and snapshots_kept < 2) else 0
     floor = min(behind, head - keep_entries)
-    floor -= floor % step
+    floor -= floor % (step or ENTRIES_PER_SEGMENT)
     done: int = pool.log.peek(lambda machine: machine.state.meta.floor)
     if dry_run:
         return Trimmed(max(floor, done), len(_entries_below(pool, floor)), len(_superseded(pool, kept)), 0)
