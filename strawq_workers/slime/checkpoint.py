@@ -269,15 +269,15 @@ def _restore(
 
 
 def _is_tip(commit: Commit, history: History, found: list[Candidate]) -> bool:
-    """Whether nothing was committed on the active branch after this pair."""
+    """Whether nothing was committed after this pair on the line that the queue is at the end of."""
     later = [
         candidate
         for candidate in found
-        if candidate.path.parent.name == history.branch
+        if candidate.path.parent.name in history.ends
         and (candidate.commit is None or candidate.commit.checkpoint != commit.checkpoint)
         and (candidate.commit is None or candidate.commit.seq > commit.seq)
     ]
-    return not later and (commit.branch == history.branch or history.source == commit.checkpoint)
+    return not later and (commit.branch in history.ends or history.source == commit.checkpoint)
 
 
 def _has_seen_all(commit: Commit, now: Standing) -> bool:

@@ -31,10 +31,12 @@ class Stretch(msgspec.Struct, frozen=True):
 
 
 class History(msgspec.Struct, frozen=True):
-    """The pool's lines and checkpoints, as of one look. `source` is what the active branch went on from."""
+    """The pool's lines and checkpoints, as of one look. `ends` are the active branch and those whose end it is a return
+    to; `source` is the checkpoint that the last of these went on from."""
 
     stretches: tuple[Stretch, ...]
     checkpoints: dict[str, Checkpoint]
+    ends: tuple[str, ...]
     source: str
 
     @property
@@ -46,11 +48,16 @@ def read_history(pool: Pool) -> History:
     def view(machine: Any) -> History:
         state = machine.state
         row = state.branches[state.active.row]
-        source, stretches = row.source, [Stretch(row.id, state.seq + 1)]
+        stretches, ends, source = [Stretch(row.id, state.seq + 1)], [row.id], row.source
         while row is not None and row.parent:
             stretches.append(Stretch(row.parent, row.base_seq))
-            row = state.branches.get(row.parent)
-        return History(tuple(stretches), {point.name: point for point in state.checkpoints.values()}, source)
+            parent = state.branches.get(row.parent)
+            if row.id == ends[-1] and source == row.parent:
+                ends.append(row.parent)
+                source = parent.source if parent is not None else ""
+            row = parent
+        points = {point.name: point for point in state.checkpoints.values()}
+        return History(tuple(stretches), points, tuple(ends), source)
 
     found: History = pool.log.refresh(view)
     return found
@@ -76,7 +83,7 @@ def candidates(pool: Pool, bases: Sequence[Path], history: History, *, check_mod
             found.append(Candidate(path, rollout_of(path), None, str(error)))
             continue
         point = history.checkpoints.get(commit.checkpoint)
-        if (point.seq if point is not None else commit.seq) > until[commit.branch]:
+        if is_of(pool, commit) and (point.seq if point is not None else commit.seq) > until[commit.branch]:
             continue  # of a future that was abandoned
         fault = _fault(pool, path, commit, point, check_model)
         found.append(Candidate(path, commit.rollout_id, commit, fault))
