@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from strawq_workers.rollout import generate_rollout as generate_rollout
+    from strawq_workers.rollout import generate_rollout_fully_async as generate_rollout_fully_async
     from strawq_workers.slime.codec import group_of as group_of
     from strawq_workers.slime.codec import prompt_of as prompt_of
     from strawq_workers.slime.codec import samples_of as samples_of
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 _WHERE = {
     "Sample": "strawq_workers.slime.sample",
     "StrawDataSource": "strawq_workers.slime.straw_source",
+    "generate_rollout": "strawq_workers.rollout",
+    "generate_rollout_fully_async": "strawq_workers.rollout",
     "group_of": "strawq_workers.slime.codec",
     "prompt_of": "strawq_workers.slime.codec",
     "sample_class": "strawq_workers.slime.sample",

@@ -24,6 +24,7 @@ from strawq.handles import Leases
 from strawq.pool import Pool
 from strawq.upkeep import Upkeep
 from strawq_workers.slime import witness
+from strawq_workers.slime.arguments import uses_our_rollout, validate_rollout_arguments
 from strawq_workers.slime.asking import sure
 from strawq_workers.slime.batches import RolloutBatches
 from strawq_workers.slime.checkpoint import Restored, load_pair, save_pair
@@ -56,6 +57,8 @@ class StrawDataSource:
                 "--buffer-filter-path is not supported by straw; scheduling is persisted in the queue and prioritizes "
                 "older weight versions within ready and partial groups"
             )
+        if uses_our_rollout(args):
+            validate_rollout_arguments(args)
         self.args = args
         self.queue_name = QUEUE
         self.restored: Restored | None = None
@@ -87,8 +90,7 @@ class StrawDataSource:
 
     def _watch_hooks(self, undo: contextlib.ExitStack) -> None:
         """Our own rollout functions work on the pool; of any other slime's hooks tell what it did."""
-        path = str(getattr(self.args, "rollout_function_path", None) or "")
-        if not path.startswith("strawq_workers."):
+        if not uses_our_rollout(self.args):
             name = self.pool.instance
             witness.install(self.args, name, self._sampling)
             undo.callback(witness.uninstall, self.args, name)
