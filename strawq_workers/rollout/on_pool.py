@@ -57,8 +57,11 @@ class OnPool:
 
     def take(self, args: Any, rollout_id: int) -> tuple[list[list[Any]], dict[str, float]]:
         """The batch of this rollout. Raises `WorkersLost`; what is in the pool stays there."""
+        if self._options.max_staleness == 0 and rollout_id:
+            # Nothing may be started before the batch before is trained; who asks for the next one has trained it.
+            self._straw.finish(rollout_id - 1)
         samples = self._wait_for(rollout_id, batch_size(args), worker_wait_s(args))
-        metrics = self._metrics(rollout_id)
+        metrics = self._metrics(rollout_id, samples)
         return select(args, samples, self._station.data_source), metrics
 
     def _wait_for(self, rollout_id: int, count: int, wait_s: float) -> list[list[Any]]:
@@ -123,11 +126,12 @@ class OnPool:
             f"let the rollout start them (--rollout-workers N). Accepted groups are safe in the pool ({missing})"
         )
 
-    def _metrics(self, rollout_id: int) -> dict[str, float]:
+    def _metrics(self, rollout_id: int, samples: list[list[Any]]) -> dict[str, float]:
+        staleness = self._straw.batch_metrics(rollout_id) if samples else {}
         seen = self._straw.pool.inspect()
         counts = seen.queues[self._straw.queue_name].tasks
         return {
-            **self._straw.batch_metrics(rollout_id),
+            **staleness,
             "rollout/groups/ready": counts.ready,
             "rollout/groups/in_flight": counts.fresh_leased + counts.partial_leased,
             "rollout/workers/live": len(live_workers(self._straw.pool)),

@@ -11,6 +11,8 @@ import asyncio
 import logging
 from typing import Any
 
+import msgspec
+
 from strawq.errors import TryAgain
 from strawq.handles import Leases
 from strawq.model import UNVERSIONED, policy_number
@@ -39,7 +41,7 @@ COLLECT_S = 30.0
 def from_memory(args: Any, rollout_id: int, station: Station) -> tuple[Samples, dict[str, float]]:
     """A batch from the groups of an in-memory data source, generated now. It may be smaller when the data have
     ended."""
-    options, count = options_of(args), batch_size(args)
+    options, count = synchronous_options(args), batch_size(args)
 
     async def work(stop: asyncio.Event) -> tuple[Samples, dict[str, float]]:
         fleet = await station.fleet(options, stop)
@@ -71,7 +73,7 @@ def from_memory(args: Any, rollout_id: int, station: Station) -> tuple[Samples, 
 
 def from_pool(args: Any, rollout_id: int, station: Station, straw: StrawSource) -> tuple[Samples, dict[str, float]]:
     """The batch of this rollout, generated on the pool as far as it is not there yet."""
-    options, count = options_of(args), batch_size(args)
+    options, count = synchronous_options(args), batch_size(args)
     metrics: dict[str, float] = {}
     samples = collected(straw, rollout_id, count)
     if samples is None:
@@ -90,8 +92,18 @@ def from_pool(args: Any, rollout_id: int, station: Station, straw: StrawSource) 
         metrics = station.loop.call(work)
         short = metrics["rollout/groups/missing"] > 0
         samples = straw.collect(rollout_id, count, timeout=0 if short else COLLECT_S, fewer=short)
-    metrics.update(straw.batch_metrics(rollout_id))
+    if samples:
+        metrics.update(straw.batch_metrics(rollout_id))
     return select(args, samples, station.data_source), metrics
+
+
+def synchronous_options(args: Any) -> WorkerOptions:
+    """The worker's options for one rollout. What is generated is trained next, so nothing has to be admitted less for
+    the staleness budget; beyond it the policy `drop` still holds."""
+    options = options_of(args)
+    if options.staleness_policy == "drop":
+        return options
+    return msgspec.structs.replace(options, max_staleness=-1, batch_groups=0)
 
 
 def collected(straw: StrawSource, rollout_id: int, count: int) -> Samples | None:

@@ -51,15 +51,18 @@ class Codec(Protocol):
 
 
 class Entry:
-    """One group that was fetched: as it came (`original`), and as it is now (`group`)."""
+    """One group that was fetched: as it came (`original`, and `given` by sample), and as it is now (`group`, without
+    the samples that have not begun)."""
 
-    __slots__ = ("attempt", "failures", "group", "key", "leased", "order", "original", "touched")
+    __slots__ = ("attempt", "failures", "given", "group", "key", "leased", "order", "original", "touched")
 
     def __init__(self, key: str, order: int, original: list[Any], group: Group) -> None:
         self.key = key
         self.order = order
         self.original = original
-        self.group = group
+        self.given = {sample.index: sample for sample in group.samples}
+        begun = tuple(sample for sample in group.samples if len(sample.tokens) or finished(sample))
+        self.group = msgspec.structs.replace(group, samples=begun)
         self.attempt = 0
         self.failures = 0
         self.leased = False
@@ -148,9 +151,9 @@ class MemorySource:
                 stale.append(lease.task)
                 continue
             if change.group is not None:
-                entry.group = _whole(change.group, entry.group)
+                entry.group = change.group
                 entry.touched = True
-                change.work.group = entry.group
+                change.work.group = change.group
             accepted.append(lease.task)
             if self._settle(lease.task, entry, change):
                 dead.append(lease.task)
@@ -267,7 +270,10 @@ class MemorySource:
         return Entry(key, order, samples, self._codec.group_of(key, prompt, samples))
 
     def _samples(self, entry: Entry) -> list[Any]:
-        return self._codec.samples_of(entry.group, type(entry.original[0])) if entry.touched else entry.original
+        """The group as the data source's own kind of samples, with all that they came with."""
+        if not entry.touched:
+            return entry.original
+        return self._codec.samples_of(_whole(entry), type(entry.original[0]))
 
     def _settle(self, key: str, entry: Entry, change: Change) -> bool:
         """Carry out what was reported; returns whether the group has failed for good."""
@@ -297,19 +303,12 @@ class MemorySource:
         self.data.add_samples(groups)
 
 
-def _whole(group: Group, before: Group) -> Group:
-    """The group with every sample that it had before, and what a sample that began anew has lost of its own."""
-    now = {sample.index: sample for sample in group.samples}
-    samples = []
-    for old in before.samples:
-        new = now.pop(old.index, None)
-        if new is None:
-            new = msgspec.structs.replace(_empty(old), payload=old.payload, metadata=old.metadata)
-        elif new.payload is None and old.payload is not None:
-            new = msgspec.structs.replace(new, payload=old.payload, metadata=new.metadata or old.metadata)
-        samples.append(new)
-    return msgspec.structs.replace(group, samples=tuple(sorted([*samples, *now.values()], key=lambda s: s.index)))
-
-
-def _empty(sample: Sample) -> Sample:
-    return sample if not len(sample.tokens) else Sample(sample.index, prompt_tokens=sample.prompt_tokens)
+def _whole(entry: Entry) -> Group:
+    """The group with the samples that have not begun, and with what a sample that began anew has lost of its own."""
+    now = {sample.index: sample for sample in entry.group.samples}
+    for index, given in entry.given.items():
+        sample = now.setdefault(index, Sample(index, payload=given.payload, metadata=given.metadata))
+        if sample.payload is None and given.payload is not None:
+            metadata = {**given.metadata, **sample.metadata}
+            now[index] = msgspec.structs.replace(sample, payload=given.payload, metadata=metadata)
+    return msgspec.structs.replace(entry.group, samples=tuple(now[index] for index in sorted(now)))

@@ -10,6 +10,7 @@ from collections import deque
 from strawq.handles import Held
 from strawq_workers.engine.launch import running_engine
 from strawq_workers.engine.options import EngineOptions
+from strawq_workers.engine.vocabulary import decode_tokens
 from strawq_workers.slime.sample import Sample
 
 WAIT_S = 30.0
@@ -105,6 +106,10 @@ def tokens_of(groups):
     return [[sample.tokens[len(sample.tokens) - sample.response_length :] for sample in group] for group in groups]
 
 
+def text_of(tokens):
+    return decode_tokens(tokens, skip_special=True, final=True)
+
+
 class MemoryScene:
     """slime's way: everything in this process."""
 
@@ -151,11 +156,12 @@ class StrawScene:
             return [
                 Held(task, {part.object: state.objects[part.object] for part in task.parts})
                 for task in sorted(tasks, key=lambda task: task.order)
+                if task.stage != "fresh" or task.attempt
             ]
 
         found = []
         for held in self.data.pool.log.refresh(view):
             group = self.data.pool.payloads.load(held)
             samples = {sample.index: sample.tokens.tolist() for sample in group.samples}
-            found.append((int(group.prompt.payload), [samples.get(at, []) for at in range(2)]))
+            found.append((int(group.prompt.group_id), [samples.get(at, []) for at in range(2)]))
         return found

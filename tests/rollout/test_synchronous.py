@@ -2,7 +2,7 @@ import threading
 
 import pytest
 import rollout_hooks as hooks
-from scene import SLOW, indices, tokens_of
+from scene import SLOW, indices, text_of, tokens_of
 
 from strawq.errors import StrawqError
 from strawq_workers.rollout import RolloutFailed, generate_rollout
@@ -29,6 +29,7 @@ def test_three_rollouts_train_each_prompt_once_and_leave_nothing_running(source_
         trained += indices(out.samples)
         for group in out.samples:
             assert [s.response_length for s in group] == [16, 16] and all(s.status.value == "truncated" for s in group)
+            assert all(text_of(s.tokens[:-16]) == s.prompt and len(s.rollout_log_probs) == 16 for s in group)
         source.finish(rollout_id)
     assert trained == list(range(9)) and source.waiting() == []
 
@@ -174,9 +175,8 @@ def interrupt_waiting(monkeypatch):
     monkeypatch.setattr(Future, "result", result)
 
 
-@BOTH
-def test_a_rollout_is_short_when_the_data_have_ended(source_of, engine, transport):
-    source = source_of(transport, prompts=2)
+def test_a_rollout_is_short_when_the_data_have_ended(source_of, engine):
+    source = source_of("object-store", prompts=2)
     out = generate_rollout(source.args(), 0, source.data)
     assert indices(out.samples) == [0, 1] and engine.running() == 0
 
