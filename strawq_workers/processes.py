@@ -147,8 +147,11 @@ class Children:
         self._children: list[Child] = []
         self._before: dict[int, Any] = {}
 
-    def start(self, name: str, arguments: Sequence[str], stdin: bytes | None = None) -> Child:
-        """`python ARGUMENTS`, with `stdin` written to it."""
+    def start(
+        self, name: str, arguments: Sequence[str], stdin: bytes | None = None, own_session: bool = False
+    ) -> Child:
+        """`python ARGUMENTS`, with `stdin` written to it. In a session of its own the terminal's Ctrl-C does not reach
+        it."""
         log = self.logs / f"{name}.log"
         # One BLAS thread each: the products are small, and the machine may be too.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -159,6 +162,7 @@ class Children:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=environment,
+                start_new_session=own_session,
                 preexec_fn=_die_with_parent,
             )
         child = Child(name, process, log)
@@ -179,13 +183,17 @@ class Children:
                 self._before[number] = signal.signal(number, _leave)
         return self
 
+    def close(self) -> None:
+        """End them all."""
+        for child in self._children:
+            child.end()
+        deadline = time.monotonic() + TERMINATE_SECONDS
+        for child in self._children:
+            child.reap(deadline)
+
     def __exit__(self, *_: object) -> None:
         try:
-            for child in self._children:
-                child.end()
-            deadline = time.monotonic() + TERMINATE_SECONDS
-            for child in self._children:
-                child.reap(deadline)
+            self.close()
         finally:
             for number, handler in self._before.items():
                 signal.signal(number, handler)

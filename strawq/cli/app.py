@@ -51,6 +51,7 @@ ORDER = (
     "engine",
     "work",
     "collect",
+    "rollout",
     "inspect",
     "checkpoint",
     "rollback",
@@ -89,12 +90,14 @@ def group(name: str, help_text: str) -> None:
     app.add_typer(_GROUPS[name], name=name)
 
 
-def verb(name: str, under: str = "") -> Callable[[F], F]:
-    """Make a function a verb. Its parameters are the options; its docstring is the help."""
+def verb(name: str, under: str = "", takes_others: bool = False) -> Callable[[F], F]:
+    """Make a function a verb. Its parameters are the options; its docstring is the help. With `takes_others` options
+    that it does not know go to its argument, in their order."""
 
     def register(function: F) -> F:
         owner = _GROUPS[under] if under else app
-        owner.command(name, epilog=EPILOG)(_command(function, f"{under} {name}".strip()))
+        settings = {"ignore_unknown_options": True} if takes_others else None
+        owner.command(name, epilog=EPILOG, context_settings=settings)(_command(function, f"{under} {name}".strip()))
         return function
 
     return register

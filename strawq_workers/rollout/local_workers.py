@@ -97,7 +97,10 @@ class LocalWorkers:
         self.restarts += slot.starts > 1
         name = f"worker-{slot.index}-{slot.starts}"
         slot.child = self._children.start(
-            name, ["-m", "strawq_workers.worker", os.fspath(self._pool), "-"], stdin=msgspec.json.encode(options)
+            name,
+            ["-m", "strawq_workers.worker", os.fspath(self._pool), "-"],
+            msgspec.json.encode(options),
+            own_session=True,
         )
         log.info("worker %d runs (pid %d, log %s)", slot.index, slot.child.pid, slot.child.log)
 

@@ -1,0 +1,257 @@
+"""A reference trainer: it consumes batches, publishes versions and takes checkpoints, and changes no weight.
+
+The rule: the order is a real trainer's. A batch is trained; every `save_interval` rollouts the model's files are
+written and then the data source is saved with them; then, while generation stands still, the engines get the next
+version, which is the number of rollouts that were trained. A batch counts as trained by that save, or at once where
+nothing is saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from strawq.errors import BadInput, EngineUnavailable, StrawqError
+from strawq_workers.rollout import close_rollouts, generate_rollout, generate_rollout_fully_async
+from strawq_workers.rollout.settings import batch_size, options_of, straw_source
+from strawq_workers.rollout.station import station_of
+from strawq_workers.rollout.updates import weight_update
+
+log = logging.getLogger("strawq.rollout")
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RolloutFunction = Callable[..., Any]
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout of the run. `version` is the policy that the engines serve after it; `prompts` the group indices of
+    its batch, in order; `saved` whether a checkpoint was taken. Tokens are response tokens, `tokens_masked` those with
+    loss mask 0."""
+
+    rollout_id: int
+    groups: int
+    samples: int
+    tokens: int
+    tokens_masked: int
+    reward_mean: float | None
+    version: str
+    prompts: tuple[Any, ...]
+    saved: bool
+    seconds: float
+    metrics: dict[str, Any]
+    evaluation: dict[str, Any] | None = None
+
+
+class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole run. `data_ended`: the data were used up before `num_rollout`. `resumed`: what the data source said of
+    its load."""
+
+    mode: str
+    transport: str
+    start_rollout_id: int
+    rollouts: tuple[Trained, ...]
+    data_ended: bool
+    resumed: str
+    seconds: float
+
+
+class ReferenceTrainer:
+    """One run over a data source. `told` gets each rollout as it ends."""
+
+    def __init__(self, args: Any, data_source: Any, mode: str, told: Callable[[Trained], None]) -> None:
+        self.args = args
+        self.data_source = data_source
+        self.mode = mode
+        self.told = told
+        self._generate = rollout_function(args, mode)
+        self._warned = False
+
+    def run(self) -> TrainingSummary:
+        """Train from the checkpoint that the data source finds to `num_rollout`. Whatever it raises, generation has
+        ended and everything in hand has been given back."""
+        started = time.monotonic()
+        total = num_rollout(self.args, len(self.data_source))
+        try:
+            first, resumed = self._load()
+            self._publish(first)
+            done: list[Trained] = []
+            for rollout_id in range(first, total):
+                trained = self._rollout(rollout_id)
+                if trained is None:
+                    break
+                done.append(trained)
+                self.told(trained)
+                if trained.groups < batch_size(self.args):
+                    break
+        finally:
+            close_rollouts(self.data_source)
+        return TrainingSummary(
+            mode=self.mode,
+            transport=str(getattr(self.args, "rollout_data_transport", "")),
+            start_rollout_id=first,
+            rollouts=tuple(done),
+            data_ended=len(done) < max(0, total - first),
+            resumed=resumed,
+            seconds=round(time.monotonic() - started, 3),
+        )
+
+    def _load(self) -> tuple[int, str]:
+        """The first rollout of this run, with the data source where the model is."""
+        asked = getattr(self.args, "start_rollout_id", None)
+        step = getattr(self.args, "ckpt_step", None)
+        known = int(step) if step is not None else None if asked is None else int(asked) - 1
+        if straw_source(self.data_source) is not None:
+            restored = self.data_source.load(known)
+            return int(restored.rollout_id) + 1, str(restored.mode)
+        if known is None:
+            known = newest_model(self.args)
+        if known is None or known < 0:
+            return 0, "new"
+        self.data_source.load(known)
+        return known + 1, "loaded"
+
+    def _rollout(self, rollout_id: int) -> Trained | None:
+        started = time.monotonic()
+        output = self._generate(self.args, rollout_id, self.data_source)
+        groups = output.samples
+        if not groups:
+            return None
+        samples = [sample for group in groups for sample in flat(group)]
+        rewards = [float(s.reward) for s in samples if isinstance(s.reward, (int, float))]
+        saved = self._due("save_interval", rollout_id) and self._save(rollout_id, samples)
+        if not saved and straw_source(self.data_source) is not None and not getattr(self.args, "save_interval", None):
+            self.data_source.finish(rollout_id)
+        self._publish(rollout_id + 1)
+        return Trained(
+            rollout_id=rollout_id,
+            groups=len(groups),
+            samples=len(samples),
+            tokens=sum(sample.response_length for sample in samples),
+            tokens_masked=sum((sample.loss_mask or []).count(0) for sample in samples),
+            reward_mean=sum(rewards) / len(rewards) if rewards else None,
+            version=str(rollout_id + 1),
+            prompts=tuple(flat(group)[0].group_index for group in groups),
+            saved=saved,
+            metrics=dict(output.metrics or {}),
+            evaluation=self._evaluate(rollout_id) if self._due("eval_interval", rollout_id) else None,
+            seconds=round(time.monotonic() - started, 3),
+        )
+
+    def _due(self, interval: str, rollout_id: int) -> bool:
+        every = int(getattr(self.args, interval, None) or 0)
+        return every > 0 and (rollout_id + 1) % every == 0
+
+    def _save(self, rollout_id: int, samples: list[Any]) -> bool:
+        """The model's files, then the data source's, then the tracker, as Megatron's trainer has them."""
+        base = getattr(self.args, "save", None)
+        if not base:
+            return False
+        root = Path(base).expanduser()
+        write_model(root, rollout_id, samples)
+        self.data_source.save(rollout_id)
+        _write(root / TRACKER, str(rollout_id))
+        return True
+
+    def _evaluate(self, rollout_id: int) -> dict[str, Any]:
+        output = generate_rollout(self.args, rollout_id, self.data_source, evaluation=True)
+        return dict(output.metrics or {})
+
+    def _publish(self, version: int) -> None:
+        with weight_update(self.data_source, version):
+            set_engine_version(self.args, self.data_source, str(version), self._warn)
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("%s", text)
+
+
+def rollout_function(args: Any, mode: str) -> RolloutFunction:
+    """The rollout function of the flags, else that of the mode."""
+    path = str(getattr(args, "rollout_function_path", None) or "")
+    if path and not path.startswith("strawq_workers."):
+        module, _, name = path.replace(":", ".").rpartition(".")
+        try:
+            found: RolloutFunction = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise BadInput(f"--rollout-function-path {path}: {error}") from error
+        return found
+    return generate_rollout_fully_async if mode == "fully-async" else generate_rollout
+
+
+def num_rollout(args: Any, prompts: int) -> int:
+    """How many rollouts the run has. `BadInput` if neither --num-rollout nor --num-epoch says."""
+    if getattr(args, "num_rollout", None):
+        return int(args.num_rollout)
+    if getattr(args, "num_epoch", None) and prompts:
+        return int(args.num_epoch) * (prompts // batch_size(args))
+    raise BadInput("one of --num-rollout and --num-epoch (with --prompt-data) is required")
+
+
+def newest_model(args: Any) -> int | None:
+    """The rollout that the tracker file of --load names; None if there is none."""
+    base = getattr(args, "load", None)
+    if not base:
+        return None
+    try:
+        return int((Path(base).expanduser() / TRACKER).read_text(encoding="utf-8").strip())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--load {base}: {TRACKER} cannot be read: {error}") from error
+
+
+def write_model(root: Path, rollout_id: int, samples: list[Any]) -> None:
+    """A stand-in for a model checkpoint: what it was trained on last, as a digest."""
+    digest = hashlib.sha256(msgspec.json.encode([list(sample.tokens) for sample in samples])).hexdigest()
+    directory = root / f"iter_{rollout_id:07d}"
+    directory.mkdir(parents=True, exist_ok=True)
+    _write(directory / "reference.json", json.dumps({"rollout_id": rollout_id, "trained_on": digest}))
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".part")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def set_engine_version(args: Any, data_source: Any, version: str, warn: Callable[[str], None]) -> None:
+    """Tell every engine which version its weights have now. One that does not know how keeps its own word, which is
+    what tokens are labelled with. `EngineUnavailable` if one does not answer."""
+    station, options = station_of(data_source), options_of(args)
+
+    async def tell(stop: asyncio.Event) -> None:
+        fleet = await station.fleet(options, stop)
+        for engine in fleet.engines:
+            if engine.state not in ("up", "held"):
+                continue  # it gets the next version when it is back
+            body = {"new_version": version, "abort_all_requests": False}
+            status, _ = await engine.transport.control_status("POST", "/update_weight_version", body)
+            if status in (404, 405):
+                warn(f"{engine.url} has no /update_weight_version: its tokens keep its own version")
+            elif status >= 500:
+                raise EngineUnavailable(f"POST {engine.url}/update_weight_version: status {status}")
+            elif status >= 400:
+                raise StrawqError(f"{engine.url} does not take version {version}: status {status}")
+
+    station.loop.call(tell)
+
+
+def flat(group: Any) -> list[Any]:
+    """The samples of a group, which may be nested lists."""
+    if not isinstance(group, list):
+        return [group]
+    return [sample for part in group for sample in flat(part)]
