@@ -154,7 +154,7 @@ def _write(pool: Pool, archive: Archive, groups: Sequence[Held], url: str) -> Ma
             path = layout.pack_file(ref.epoch, ref.pack)
             pool.payloads.verify_pack(path, ref.pack)
             packs[ref.pack] = _copy_pack(pool, path, url, ref)
-        refs.append(msgspec.structs.replace(ref, epoch=0))
+        refs.append(msgspec.structs.replace(ref, epoch=0, file="", offset=0))
     manifest = Manifest(
         strawq_archive=ARCHIVE_VERSION,
         name=archive.name,

@@ -153,7 +153,8 @@ def _reachable(machine: Machine) -> _Reachable:
         ref = row.ref
         if ref.epoch:
             known = files.setdefault(ref.epoch, {})
-            known[layout.record_file(ref.epoch, ref.digest)] = ref.bytes
+            path = layout.record_file(ref.epoch, ref.name)
+            known[path] = known.get(path, 0) + ref.bytes
             if ref.pack:
                 known[layout.pack_file(ref.epoch, ref.pack)] = ref.pack_bytes
     meta = state.meta

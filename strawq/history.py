@@ -116,6 +116,9 @@ def describe(event: e.AnyEvent) -> str:
         case e.Left() | e.Expired():
             reason = event.reason if isinstance(event, e.Expired) else ""
             return f"session {event.session}{': ' + reason if reason else ''}"
+        case e.ObjectsMoved():
+            places = {(ref.epoch, ref.name) for ref in event.objects}
+            return f"{len(event.objects)} objects into {len(places)} files of epoch {event.objects[0].epoch}"
         case e.RolledBack():
             return f"to {event.target}, going on as {event.branch}"
         case _:

@@ -109,10 +109,14 @@ def count_tasks(queue: Queue) -> TaskCounts:
 def inspect_state(state: State, header: PoolHeader, damage: tuple[str, ...] = ()) -> Inspection:
     branch = state.branch
     queues = {name: branch.queues[name] for name in branch.queues}
+    merged: set[tuple[int, str]] = set()
     files = inline = file_bytes = inline_bytes = 0
     for row in state.objects.values():
         if row.ref.epoch:
-            files += 2 if row.ref.pack else 1
+            if row.ref.file:
+                merged.add((row.ref.epoch, row.ref.file))
+            else:
+                files += 2 if row.ref.pack else 1
             file_bytes += row.ref.bytes + row.ref.pack_bytes
         else:
             inline += 1
@@ -147,7 +151,7 @@ def inspect_state(state: State, header: PoolHeader, damage: tuple[str, ...] = ()
             BranchView(row.id, row.id == state.active.row, row.parent, row.source, row.base_seq, row.left_seq)
             for row in state.branches.values()
         ],
-        objects=ObjectCounts(files, file_bytes, inline, inline_bytes),
+        objects=ObjectCounts(files + len(merged), file_bytes, inline, inline_bytes),
         damage=damage,
     )
 

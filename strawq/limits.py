@@ -49,6 +49,15 @@ ROWS_PER_OBJECT = 16384
 OBJECT_BYTES = 8 << 20
 """A submission is split into objects of at most so many rows and about so many bytes."""
 
+# Merging.
+MERGE_FILES = 64
+"""Files that hold little live data in closed epochs: from so many on they are merged."""
+MERGED_FILE_BYTES = 4 << 20
+MERGED_OBJECTS = 512
+"""A merged file holds at most so many bytes and objects. One of which no more than half are live is merged again."""
+MERGE_OBJECT_BYTES = INLINE_OBJECT_BYTES
+"""Larger objects are not copied again: a file each is no burden then."""
+
 # Leases.
 LEASE_SECONDS = 30.0
 LEASE_SECONDS_MIN = 0.2

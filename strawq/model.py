@@ -47,7 +47,8 @@ class ObjectRef(Row, frozen=True):
     """One publication: an Arrow file of records and, if `pack` is set, the safetensors file beside it.
 
     `digest` is the BLAKE3 (hex, 64 characters) of the whole Arrow file; `pack` that of the tensor file's header.
-    `epoch` 0 means that the bytes ride inside the log entry that carries this reference."""
+    `epoch` 0 means that the bytes ride inside the log entry that carries this reference. With `file` set they stand
+    at `offset` of a merged file, of which `file` is the BLAKE3."""
 
     digest: str
     epoch: int
@@ -55,6 +56,13 @@ class ObjectRef(Row, frozen=True):
     rows: int
     pack: str = ""
     pack_bytes: int = 0
+    file: str = ""
+    offset: int = 0
+
+    @property
+    def name(self) -> str:
+        """The digest in the name of the file that holds the records."""
+        return self.file or self.digest
 
 
 class StoredObject(Row, frozen=True):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from strawq.core import events as e
-from strawq.errors import BadInput, Damaged, Gone, StorageFailed
+from strawq.errors import BadInput, Damaged, StorageFailed
 from strawq.handles import Held
 from strawq.limits import INLINE_OBJECT_BYTES, OBJECT_BYTES, ROWS_PER_OBJECT
 from strawq.model import ObjectRef, Slice, StoredObject
@@ -42,13 +42,11 @@ class Payloads:
         files: Files,
         objects: ObjectStore,
         epoch: Callable[[], int],
-        locate: Callable[[str], StoredObject | None],
         clock: Clock,
     ) -> None:
         self._files = files
         self._objects = objects
         self._epoch = epoch
-        self._locate = locate
         self._clock = clock
         self._lock = threading.Lock()
         self._opened: OrderedDict[str, Records] = OrderedDict()
@@ -151,16 +149,8 @@ class Payloads:
                 self._opened.move_to_end(part.object)
                 return records
         stored = objects[part.object]
-        try:
-            data = self._objects.read(stored)
-        except Gone:
-            # It may have moved out of a trimmed log entry since the handle was made.
-            moved = self._locate(part.object)
-            if moved is None or moved == stored:
-                raise
-            stored = moved
-            data = self._objects.read(moved)
-        path = layout.record_file(stored.ref.epoch, part.object) if stored.ref.epoch else layout.entry(stored.seq)
+        data = self._objects.read(stored)
+        path = layout.record_file(stored.ref.epoch, stored.ref.name) if stored.ref.epoch else layout.entry(stored.seq)
         records = open_records(data, path)
         with self._lock:
             self._opened[part.object] = records

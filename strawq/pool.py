@@ -74,8 +74,8 @@ class Pool:
         self.log: CommitLog[Machine] = CommitLog(
             self.staging, Machine(), self.header.pool_id, self.clock, lock or NoLock()
         )
-        self.objects = ObjectStore(self.staging, self.clock, self.log.read_entry)
-        self.payloads = Payloads(files, self.objects, self.epoch, self.locate, self.clock)
+        self.objects = ObjectStore(self.staging, self.clock, self.log.read_entry, self.locate)
+        self.payloads = Payloads(files, self.objects, self.epoch, self.clock)
         self.keeper = keeper(self.log, self.clock, self.instance, role, lease_seconds, background)
         self._requests = 0
         self._counter = threading.Lock()

@@ -35,27 +35,32 @@ class Reason(msgspec.Struct, frozen=True):
     only_bytes: int
 
 
+MERGED = "merged files: objects that have ended, and the list of those that are there"
 NO_REASON = "no reason: report this, it is a fault of strawq"
 
 
 def retained(pool: Pool) -> tuple[Retained, ...]:
     """Everything that a collection leaves, as of the newest log position."""
 
-    def look(machine: Machine) -> tuple[list[Retained], int, set[str]]:
+    def look(machine: Machine) -> tuple[list[Retained], int, set[str], dict[str, int]]:
         state = machine.state
         reasons = explain(state)
         found: list[Retained] = []
         reachable: set[str] = set()
+        merged: dict[str, int] = {}
         for row in state.objects.values():
             ref = row.ref
-            path = layout.record_file(ref.epoch, ref.digest) if ref.epoch else layout.entry(row.seq)
+            path = layout.record_file(ref.epoch, ref.name) if ref.epoch else layout.entry(row.seq)
             if ref.epoch:
                 reachable.update((path, layout.pack_file(ref.epoch, ref.pack)))
+            if ref.file:
+                merged[path] = merged.get(path, 0) + ref.bytes
             found.append(Retained(path, ref.bytes + ref.pack_bytes, reasons.get(ref.digest, (NO_REASON,))))
-        return found, state.meta.closed_epoch, reachable
+        return found, state.meta.closed_epoch, reachable, merged
 
-    found, closed, reachable = pool.log.refresh(look)
-    return (*found, *_young(pool, closed, reachable))
+    found, closed, reachable, merged = pool.log.refresh(look)
+    rests = [Retained(path, max(_size(pool, path) - live, 0), (MERGED,)) for path, live in merged.items()]
+    return (*found, *rests, *_young(pool, closed, reachable))
 
 
 def _young(pool: Pool, closed: int, reachable: set[str]) -> list[Retained]:

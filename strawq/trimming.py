@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from strawq.core import commands as c
-from strawq.core import events as e
 from strawq.core.machine import Machine
 from strawq.errors import Gone
 from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT, TRIM_ENTRIES
-from strawq.model import ObjectRef, StoredObject
+from strawq.merging import bins, move_together, read_objects
+from strawq.model import StoredObject
 from strawq.storage import layout
 from strawq.storage.failure import file_calls, storage_failed
 from strawq.storage.floors import encode_floor
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from strawq.pool import Pool
 
 _MOVE_TRIES = 20
-_MOVED_PER_COMMIT = 256
 
 
 class Trimmed(msgspec.Struct, frozen=True):
@@ -79,32 +78,26 @@ def _superseded(pool: Pool, kept: Sequence[int]) -> list[int]:
 
 
 def _move_inline(pool: Pool, floor: int) -> int:
-    """Give files to the objects that ride inside entries below `floor` and that the state still reaches."""
+    """Give files to the objects that ride inside entries below `floor` and that the state still reaches, many to a
+    file."""
     moved = 0
+    rows: list[StoredObject] = []
     for _ in range(_MOVE_TRIES):
-        rows: list[StoredObject] = pool.log.refresh(lambda machine: _inline_below(machine, floor))
+        rows = pool.log.refresh(lambda machine: _inline_below(machine, floor))
         if not rows:
             return moved
-        epoch: int = pool.log.peek(lambda machine: machine.state.meta.epoch)
-        for start in range(0, len(rows), _MOVED_PER_COMMIT):
-            try:
-                refs = [_stored_again(pool, row, epoch) for row in rows[start : start + _MOVED_PER_COMMIT]]
-            except Gone:
-                break  # Another trimmer was here first, or nothing reaches it any more: look again.
-            answer = pool.commit(c.MoveObjects(request=pool.new_request(), objects=tuple(refs)))
-            if isinstance(answer, e.Refusal) and answer.status == "epoch_closed":
-                break
-            moved += len(refs)
-    raise storage_failed("move", "inline objects", OSError("garbage collection closed their epoch too often"))
+        for together in bins(read_objects(pool, rows, skip=(Gone,))):
+            moved += len(move_together(pool, together))
+    raise Gone(
+        f"objects that ride inside entries below {floor} cannot be moved out of them: {rows[0].ref.digest[:12]} in "
+        f"{layout.entry(rows[0].seq)}; `strawq verify` says what depends on them"
+    )
 
 
 def _inline_below(machine: Machine, floor: int) -> list[StoredObject]:
-    return [row for row in machine.state.objects.values() if row.ref.epoch == 0 and row.seq < floor]
-
-
-def _stored_again(pool: Pool, row: StoredObject, epoch: int) -> ObjectRef:
-    data = pool.objects.read(row)
-    return pool.objects.publish(data, row.ref.digest, row.ref.rows, epoch)
+    rows = [row for row in machine.state.objects.values() if row.ref.epoch == 0 and row.seq < floor]
+    # What came at one time often ends at one time.
+    return sorted(rows, key=lambda row: (row.seq, row.offset))
 
 
 def _announce(pool: Pool, floor: int) -> int:

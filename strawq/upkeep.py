@@ -23,6 +23,7 @@ from strawq.core.machine import Machine
 from strawq.errors import BadInput, StrawqError
 from strawq.garbage import collect_garbage
 from strawq.limits import SNAPSHOT_ENTRIES, TRIM_ENTRIES
+from strawq.merging import merge_objects
 from strawq.storage.snapshots import snapshot_numbers
 from strawq.trimming import trim_log
 
@@ -117,6 +118,7 @@ class Upkeep:
         self._attempt("garbage was not collected", self._collect)
         self._attempt("no snapshot was written", self._snapshot_if_due)
         self._attempt("the log was not trimmed", self._trim)
+        self._attempt("small files were not merged", self._merge)
         after = self._look_or_none()
         if after is not None:
             # What this turn logged is its own. The position stays the old one: something may have come in between.
@@ -159,6 +161,11 @@ class Upkeep:
         self.entries += done.entries
         if done.entries:
             logger.info("trimmed %d log entries and %d snapshots", done.entries, done.snapshots)
+
+    def _merge(self) -> None:
+        done = merge_objects(self._pool)
+        if done.files:
+            logger.info("merged %d small files into %d", done.files, done.into)
 
     def _attempt(self, what: str, step: Callable[[], None]) -> None:
         try:

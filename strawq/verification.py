@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import blake3
 import msgspec
 
 from strawq.core.image import dump_state
@@ -234,6 +235,7 @@ def _check_objects(pool: Pool, state: State, full: bool, found: list[Finding], p
     reasons = explain(state)
     hashed = 0
     rows = list(state.objects.values())
+    merged: dict[str, list[StoredObject]] = {}
     for at, row in enumerate(rows):
         if at % 50 == 0:
             progress("objects", at, len(rows))
@@ -242,16 +244,75 @@ def _check_objects(pool: Pool, state: State, full: bool, found: list[Finding], p
             found.append(Finding(path, problem, reasons.get(row.ref.digest, ()), remedy))
         if full:
             hashed += row.ref.bytes + row.ref.pack_bytes
+        if row.ref.file:
+            merged.setdefault(layout.record_file(row.ref.epoch, row.ref.file), []).append(row)
+    for path, there in merged.items():
+        found += _merged_problems(pool, path, there, full, reasons)
     return hashed
 
 
+def _merged_problems(
+    pool: Pool, path: str, rows: list[StoredObject], full: bool, reasons: dict[str, tuple[str, ...]]
+) -> Iterator[Finding]:
+    """What is wrong with a merged file as a whole. What depends on it is what depends on the live objects in it."""
+    try:
+        if full:
+            data = pool.files.read(path)
+            if blake3.blake3(data).hexdigest() == rows[0].ref.file:
+                return
+            problem = f"its {len(data)} bytes do not match its name"
+        else:
+            end = max(row.ref.offset + row.ref.bytes for row in rows)
+            if pool.files.size(path) > end:
+                return
+            problem = f"has {pool.files.size(path)} bytes, too few for an object in it that ends at {end}"
+    except FileNotFoundError:
+        problem = "is missing"
+    except OSError as error:
+        problem = str(storage_failed("read", path, error))
+    now = _located(pool, rows)
+    if all(there is None or there.ref != row.ref for row, there in zip(rows, now, strict=True)):
+        return
+    depends = sorted({reason for row in rows for reason in reasons.get(row.ref.digest, ())})
+    remedy = "objects in it that are whole are served; restore the file from a copy"
+    yield Finding(path, problem, tuple(depends), remedy)
+
+
+def _located(pool: Pool, rows: list[StoredObject]) -> list[StoredObject | None]:
+    """Where these objects are by now: a collection that runs beside this may have taken one that has ended, a merge
+    may have moved one."""
+    found: list[StoredObject | None] = pool.log.refresh_leniently(
+        lambda machine: [machine.state.objects.get(row.ref.digest) for row in rows]
+    )
+    return found
+
+
 def _object_problems(pool: Pool, row: StoredObject, full: bool) -> Iterator[tuple[str, str]]:
+    """What is wrong with an object. One that has moved since the state was read is looked at where it is now."""
+    problems = list(_problems_at(pool, row, full))
+    if problems:
+        (now,) = _located(pool, [row])
+        if now is None:
+            return
+        if now.ref != row.ref:
+            problems = list(_problems_at(pool, now, full))
+    yield from problems
+
+
+def _problems_at(pool: Pool, row: StoredObject, full: bool) -> Iterator[tuple[str, str]]:
     ref = row.ref
     if ref.epoch == 0:
         try:
             pool.objects.read_checked(row)
         except (Damaged, Gone, StorageFailed) as error:
             yield f"object {ref.digest[:12]} in {layout.entry(row.seq)}", str(error)
+        return
+    if ref.file:
+        try:
+            if full:
+                pool.objects.read_checked(row)
+        except (Damaged, Gone, StorageFailed) as error:
+            yield f"object {ref.digest[:12]} in {layout.record_file(ref.epoch, ref.file)}", str(error)
         return
     parts = [(layout.record_file(ref.epoch, ref.digest), ref.bytes)]
     if ref.pack:

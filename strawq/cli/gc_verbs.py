@@ -13,6 +13,7 @@ from strawq.limits import TRIM_ENTRIES
 
 if TYPE_CHECKING:
     from strawq.garbage import Collected, Plan
+    from strawq.merging import Merging
     from strawq.pool import Pool
     from strawq.retention import Reason
     from strawq.trimming import Trimmed
@@ -26,8 +27,11 @@ def gc(
     keep_entries: Annotated[
         int, typer.Option("--keep-entries", min=0, help="Newest log entries that stay readable as history.")
     ] = TRIM_ENTRIES,
+    no_merge: Annotated[bool, typer.Option("--no-merge", help="Leave small files as they are.")] = False,
 ) -> Answer:
-    """Remove what nothing reaches, log entries behind the snapshots, and superseded snapshots.
+    """Remove what nothing reaches, log entries behind the snapshots, and superseded snapshots; merge small files.
+
+    Files are merged when enough of them hold little live data; the old ones go with the next collection.
 
     It may run at any time, beside any number of workers, and be interrupted anywhere. Files that strawq did not write
     are left and reported.
@@ -38,7 +42,8 @@ def gc(
     with opened(pool) as open_pool:
         plan, done = collect_garbage(open_pool, dry_run=dry_run)
         trimmed, unfinished = _trim(open_pool, keep_entries, dry_run)
-        unfinished = (*done.unfinished, *unfinished)
+        merged, unmerged = (None, ()) if no_merge else _merge(open_pool, dry_run)
+        unfinished = (*done.unfinished, *unfinished, *unmerged)
         kept = retained(open_pool) if explain else ()
     files = len(plan.removals) if dry_run else done.files
     freed = sum(removal.bytes for removal in plan.removals) if dry_run else done.bytes
@@ -51,6 +56,7 @@ def gc(
         "kept_bytes": done.kept_bytes,
         "closed_epoch": done.closed_epoch,
         "log": trimmed,
+        "merged": merged,
         "unknown": done.unknown,
         "unfinished": unfinished,
     }
@@ -62,7 +68,7 @@ def gc(
         data["retained_by"] = reasons
     for sentence in unfinished:
         say(sentence)
-    return Answer(data, _text(data, plan, done, trimmed, reasons), exit_code=6 if unfinished else 0)
+    return Answer(data, _text(data, plan, done, trimmed, merged, reasons), exit_code=6 if unfinished else 0)
 
 
 def _trim(pool: Pool, keep_entries: int, dry_run: bool) -> tuple[Trimmed | None, tuple[str, ...]]:
@@ -76,6 +82,17 @@ def _trim(pool: Pool, keep_entries: int, dry_run: bool) -> tuple[Trimmed | None,
         return None, (f"the log is not trimmed: {error}",)
 
 
+def _merge(pool: Pool, dry_run: bool) -> tuple[Merging | None, tuple[str, ...]]:
+    """Merging writes too."""
+    from strawq.errors import StorageFailed
+    from strawq.merging import merge_objects
+
+    try:
+        return merge_objects(pool, dry_run=dry_run), ()
+    except StorageFailed as error:
+        return None, (f"small files are not merged: {error}",)
+
+
 def _planned(plan: Plan) -> dict[str, int]:
     counts: dict[str, int] = {}
     for removal in plan.removals:
@@ -84,7 +101,12 @@ def _planned(plan: Plan) -> dict[str, int]:
 
 
 def _text(
-    data: dict[str, Any], plan: Plan, done: Collected, trimmed: Trimmed | None, reasons: tuple[Reason, ...]
+    data: dict[str, Any],
+    plan: Plan,
+    done: Collected,
+    trimmed: Trimmed | None,
+    merged: Merging | None,
+    reasons: tuple[Reason, ...],
 ) -> str:
     would = "would be " if data["dry_run"] else ""
     lines = [f"{plural(data['files'], 'file')} ({size(data['bytes'])}) {would}removed"]
@@ -95,6 +117,11 @@ def _text(
         begins = f"history begins at entry {trimmed.floor}" if trimmed.floor else "history is whole"
         lines.append(
             f"{trimmed.entries} log entries and {plural(trimmed.snapshots, 'snapshot')} {would}removed; {begins}"
+        )
+    if merged is not None and merged.files:
+        lines.append(
+            f"{plural(merged.files, 'small file')} ({size(merged.bytes)} live) {would or 'were '}merged into "
+            f"{'about ' if would else ''}{merged.into}; the next collection removes the old ones"
         )
     lines.append(f"{plural(done.kept_files, 'file')} ({size(done.kept_bytes)}) kept, epoch {done.closed_epoch} closed")
     lines += [f"left alone, not written by strawq: {path}" for path in done.unknown]

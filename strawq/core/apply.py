@@ -30,8 +30,14 @@ replace = msgspec.structs.replace
 def apply(state: State, event: e.AnyEvent, seq: int, where: Where) -> None:
     """Make `event` of entry `seq` true. Changes go to `state.journal`, so that the caller can undo them."""
     _APPLY[type(event)](state, event, seq, where)
-    if event.request:
+    if event.request and not _shows(event):
         _remember(state.branch, event, seq)
+
+
+def _shows(event: e.AnyEvent) -> bool:
+    """A move into a merged file is not remembered for a repeat: where the objects are says all that its answer says,
+    and hundreds of places would be kept twice."""
+    return isinstance(event, e.ObjectsMoved) and any(ref.file for ref in event.objects)
 
 
 def _remember(branch: Branch, event: e.AnyEvent, seq: int) -> None:

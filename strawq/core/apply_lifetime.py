@@ -10,7 +10,7 @@ import msgspec
 from strawq.core import events as e
 from strawq.core.image import freeze_branch, thaw_branch
 from strawq.core.state import Branch, State, pin_key
-from strawq.model import Archive, BranchRow, Checkpoint, Pin, StoredObject
+from strawq.model import Archive, BranchRow, Checkpoint, ObjectRef, Pin, StoredObject
 
 Where = Mapping[str, int]
 """Offsets of inline objects in the payload of the entry that carries the event, by digest."""
@@ -131,10 +131,16 @@ def _trimmed(state: State, event: e.Trimmed, _seq: int, _where: Where) -> None:
     state.change(trims=event.number, floor=max(event.floor, state.meta.floor))
 
 
+def moves(old: ObjectRef, new: ObjectRef) -> bool:
+    """Objects move to younger epochs only, so none comes back to a place that collection may have cleared. Tensors
+    stay where they are, and their records with them."""
+    return old.epoch < new.epoch and not old.pack
+
+
 def _objects_moved(state: State, event: e.ObjectsMoved, _seq: int, _where: Where) -> None:
     for ref in event.objects:
         row = state.objects.get(ref.digest)
-        if row is not None and row.ref.epoch == 0:
+        if row is not None and moves(row.ref, ref):
             state.objects.put(ref.digest, StoredObject(ref, row.count))
 
 

@@ -223,7 +223,8 @@ class Trim(Command, frozen=True, kw_only=True, tag="trim"):
 
 
 class MoveObjects(Command, frozen=True, kw_only=True, tag="move_objects"):
-    """Objects that rode inside log entries have files now."""
+    """Objects that rode inside log entries have files now, or small files have become one. An object that is in the
+    log or in an older epoch moves; any other stays where it is, so that of two moves one counts."""
 
     objects: tuple[ObjectRef, ...]
 

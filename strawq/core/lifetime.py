@@ -7,7 +7,8 @@ from typing import Any
 
 from strawq.core import commands as c
 from strawq.core import events as e
-from strawq.core.names import require_branch, require_name, require_queue, require_session
+from strawq.core.apply_lifetime import moves
+from strawq.core.names import require_branch, require_digests, require_name, require_queue, require_session
 from strawq.core.state import State, pin_key
 from strawq.errors import BadInput, Gone
 from strawq.limits import METADATA_BYTES, NAME_BYTES
@@ -150,17 +151,23 @@ def _trim(state: State, command: c.Trim) -> Answer:
 
 
 def _move_objects(state: State, command: c.MoveObjects) -> Answer:
+    require_digests(command.objects)
     moved = []
     for ref in command.objects:
         row = state.objects.get(ref.digest)
-        if row is None or row.ref.epoch:
+        if row is None or not moves(row.ref, ref):
             continue
         if ref.epoch <= state.meta.closed_epoch:
             return e.Refusal(
                 "epoch_closed", f"object {ref.digest[:12]} was moved into epoch {ref.epoch}, which is closed"
             )
+        if ref.epoch > state.meta.epoch or (ref.bytes, ref.rows) != (row.ref.bytes, row.ref.rows):
+            raise BadInput(
+                f"object {ref.digest[:12]} of {row.ref.bytes} bytes cannot move into epoch {ref.epoch} with "
+                f"{ref.bytes} (open epoch: {state.meta.epoch})"
+            )
         moved.append(ref)
-    return e.ObjectsMoved(objects=tuple(moved)) if moved else e.Refusal("done", "these objects have files already")
+    return e.ObjectsMoved(objects=tuple(moved)) if moved else e.Refusal("done", "these objects have moved already")
 
 
 LIFETIME: dict[type, Callable[[State, Any], Answer]] = {

@@ -56,16 +56,24 @@ def require_session(state: State, session: str) -> None:
 def require_objects(state: State, objects: tuple[ObjectRef, ...]) -> Refusal | None:
     """New references count only to young objects, or to ones that the state reaches: whatever is unreachable stays
     so."""
+    require_digests(objects)
     for ref in objects:
-        if not _DIGEST.match(ref.digest) or (ref.pack and not _DIGEST.match(ref.pack)):
-            raise BadInput(f"object {ref.digest[:80]!r} is not named by a BLAKE3 digest")
         if ref.rows < 1 or ref.epoch < 0 or ref.epoch > state.meta.epoch:
             raise BadInput(
                 f"object {ref.digest[:12]} has {ref.rows} rows in epoch {ref.epoch} (open epoch: {state.meta.epoch})"
             )
+        if ref.file:
+            raise BadInput(f"object {ref.digest[:12]} is said to lie in a merged file; only a move puts it there")
         if 0 < ref.epoch <= state.meta.closed_epoch and ref.digest not in state.objects:
             return Refusal("epoch_closed", f"object {ref.digest[:12]} was born in epoch {ref.epoch}, which is closed")
     return None
+
+
+def require_digests(objects: tuple[ObjectRef, ...]) -> None:
+    """These become names of files."""
+    for ref in objects:
+        if not all(_DIGEST.match(name) for name in (ref.digest, ref.pack, ref.file) if name or name is ref.digest):
+            raise BadInput(f"object {ref.digest[:80]!r} is not named by a BLAKE3 digest")
 
 
 def cut_text(text: str) -> str:

@@ -2,7 +2,7 @@
 error that names it.
 
 An object is published under a path that holds its epoch, so that a path is never used twice. Bytes are durable before
-anyone refers to them.
+anyone refers to them. Objects move, into younger epochs only: a reader that finds one gone asks where it is by now.
 """
 
 from __future__ import annotations
@@ -45,11 +45,18 @@ class Pack(Protocol):
 class ObjectStore:
     """Objects of one pool. Safe from many threads."""
 
-    def __init__(self, staging: Staging, clock: Clock, read_entry: Callable[[int], Entry | None]) -> None:
+    def __init__(
+        self,
+        staging: Staging,
+        clock: Clock,
+        read_entry: Callable[[int], Entry | None],
+        locate: Callable[[str], StoredObject | None],
+    ) -> None:
         self._files = staging.files
         self._staging = staging
         self._clock = clock
         self._read_entry = read_entry
+        self._locate = locate
         self._lock = threading.Lock()
         self._directories: set[str] = set()
         self._cache: OrderedDict[str, bytes] = OrderedDict()
@@ -72,6 +79,16 @@ class ObjectStore:
             name, size, staged, pack.staged = pack.digest, pack.bytes, pack.staged, ""
             files.append((layout.pack_file(epoch, name), layout.object_directory(epoch, name), pack.buffers))
         files.append((layout.record_file(epoch, digest), layout.object_directory(epoch, digest), [records]))
+        self._store(files, staged)
+        return ObjectRef(digest, epoch, memoryview(records).nbytes, rows, name, size)
+
+    def publish_merged(self, buffers: Sequence[Buffer], digest: str, epoch: int) -> None:
+        """Store a file that holds many objects, durably, in `epoch`."""
+        self._store([(layout.record_file(epoch, digest), layout.object_directory(epoch, digest), buffers)], "")
+
+    def _store(self, files: list[tuple[str, str, Sequence[Buffer]]], staged: str) -> None:
+        """Write files of (path, directory, content), of which the first may be `staged` already, and make them
+        durable."""
         for turn in range(PUBLISH_TRIES):
             try:
                 for path, directory, buffers in files:
@@ -80,7 +97,7 @@ class ObjectStore:
                 # Names are made durable when all are there: a file system with a journal does that in one go.
                 for directory in dict.fromkeys(directory for _, directory, _ in files):
                     self._files.sync_directory(directory)
-                return ObjectRef(digest, epoch, memoryview(records).nbytes, rows, name, size)
+                return
             except FileNotFoundError as error:
                 # The staging file or an empty directory was collected under our feet: nothing refers to either.
                 staged = ""
@@ -120,7 +137,8 @@ class ObjectStore:
     def read_checked(self, stored: StoredObject) -> bytes:
         """Like `read`, past the cache."""
         error: StrawqError
-        for wait in (*_WAITS_SECONDS, None):
+        waits = iter(_WAITS_SECONDS)
+        while True:
             name = self._name(stored)
             try:
                 data = self._read_bytes(stored)
@@ -131,17 +149,26 @@ class ObjectStore:
                     "depends on it"
                 )
             except FileNotFoundError:
+                moved = self._locate(stored.ref.digest)
+                if moved is not None and moved.ref.epoch > stored.ref.epoch:
+                    stored = moved
+                    continue
                 error = Gone(f"{name} is not there: garbage collection has taken it, or it was removed by hand")
             except OSError as failure:
                 error = storage_failed("read", name, failure)
+            wait = next(waits, None)
             if wait is None:
-                break
+                raise error
             self._clock.sleep(wait)
-        raise error
 
     def _read_bytes(self, stored: StoredObject) -> bytes:
-        if stored.ref.epoch:
-            return self._files.read(layout.record_file(stored.ref.epoch, stored.ref.digest))
+        ref = stored.ref
+        if ref.file:
+            buffer = memoryview(bytearray(ref.bytes))
+            count = self._files.read_into(layout.record_file(ref.epoch, ref.file), ref.offset, buffer)
+            return bytes(buffer[:count])
+        if ref.epoch:
+            return self._files.read(layout.record_file(ref.epoch, ref.digest))
         entry = self._read_entry(stored.seq)
         if entry is None:
             raise FileNotFoundError(layout.entry(stored.seq))
@@ -149,9 +176,12 @@ class ObjectStore:
 
     @staticmethod
     def _name(stored: StoredObject) -> str:
-        if stored.ref.epoch:
-            return f"object {layout.record_file(stored.ref.epoch, stored.ref.digest)}"
-        return f"object {stored.ref.digest[:12]} in log entry {layout.entry(stored.seq)}"
+        ref = stored.ref
+        if ref.file:
+            return f"object {ref.digest[:12]} in {layout.record_file(ref.epoch, ref.file)}"
+        if ref.epoch:
+            return f"object {layout.record_file(ref.epoch, ref.digest)}"
+        return f"object {ref.digest[:12]} in log entry {layout.entry(stored.seq)}"
 
     def remember(self, digest: str, data: bytes) -> None:
         """Keep bytes whose digest is known to be `digest`, for the next `read`: what was just written here is often

@@ -12,6 +12,7 @@ from strawq.core import commands as c
 from strawq.core.invariants import findings
 from strawq.errors import BadInput
 from strawq.garbage import collect_garbage
+from strawq.merging import merge_objects
 from strawq.model import QueueConfig
 from strawq.pool import Pool
 from strawq.queue import Change, Work
@@ -133,13 +134,28 @@ def garbage(pool: Pool) -> None:
 
 
 def entries(pool: Pool) -> None:
+    """Two snapshots, so that what is before them can be trimmed."""
     pool.snapshot()
-    pool.publish_version("2")
+    pool.publish_version(int(pool.policy_version()) + 1)
     pool.snapshot()
 
 
 def trim(pool: Pool, *_: Any) -> object:
     return trim_log(pool, keep_entries=0, snapshots_kept=2)
+
+
+def scattered(pool: Pool) -> None:
+    """Small files in closed epochs, one for each trim, and in the last one several that were merged already."""
+    for number in range(3):
+        pool.queue().submit(prompts([f"s{number}"]))
+        entries(pool)
+        trim(pool)
+        collect_garbage(pool, wait_seconds=0)
+
+
+def merged_and_collected(pool: Pool, *_: Any) -> None:
+    merge_objects(pool)
+    collect_garbage(pool, wait_seconds=0)
 
 
 def torn(pool: Pool) -> None:
@@ -263,6 +279,8 @@ def operations(scene: Scene) -> list[Operation]:
         op("snapshot", lambda pool, _: pool.snapshot(), looked),
         op("trim", trim, entries, trim),
         op("collect garbage", lambda pool, _: collect_garbage(pool, wait_seconds=0), garbage),
+        op("merge", lambda pool, _: merge_objects(pool), scattered, merge_objects),
+        op("merge and collect", merged_and_collected, scattered),
         op("repair", lambda pool, _: verify(pool, repair=True), torn, lambda pool: verify(pool, repair=True)),
     ]  # fmt: skip
 

@@ -16,6 +16,7 @@ from strawq.core.invariants import findings
 from strawq.errors import BadInput, Fenced
 from strawq.garbage import collect_garbage
 from strawq.handles import Batch
+from strawq.merging import merge_objects
 from strawq.model import QueueConfig
 from strawq.pool import Pool
 from strawq.queue import Change, Work
@@ -52,6 +53,7 @@ class FaceMachine(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("strawq.trimming.ENTRIES_PER_SEGMENT", 4)
+        self.patch.setattr("strawq.merging.MERGE_FILES", 2)
         self.made = 0
         self.last_beat: dict[str, float] = {}
 
@@ -284,10 +286,12 @@ class FaceMachine(RuleBasedStateMachine):
             pool.drop_branch(name)
             del self.model.branches[name]
 
-    @rule(who=hosts, act=st.sampled_from(["collect", "trim"]), keep=st.integers(0, 6))
+    @rule(who=hosts, act=st.sampled_from(["collect", "trim", "merge"]), keep=st.integers(0, 6))
     def upkeep(self, who: int, act: str, keep: int) -> None:
         if act == "collect":
             self.collect(who)
+        elif act == "merge":
+            self.merge(who)
         else:
             self.trim(who, keep)
 
@@ -302,6 +306,9 @@ class FaceMachine(RuleBasedStateMachine):
         done = trim_log(pool, keep_entries=keep, snapshots_kept=1 if keep % 2 else 2)
         reached["trimmed entries"] += done.entries
         reached["moved objects"] += done.moved
+
+    def merge(self, who: int) -> None:
+        reached["merged files"] += merge_objects(self.hosts[who].pool).files
 
     # Time and death.
 
@@ -365,7 +372,7 @@ class FaceMachine(RuleBasedStateMachine):
         self.note_submitted(receipt.numbers[0], names, str(number))
 
     @rule(who=hosts, other=hosts, mine=st.sampled_from(["acquire", "take", "submit"]),
-          theirs=st.sampled_from(["acquire", "take", "submit", "collect", "trim"]))  # fmt: skip
+          theirs=st.sampled_from(["acquire", "take", "submit", "collect", "trim", "merge"]))  # fmt: skip
     def interleave(self, who: int, other: int, mine: str, theirs: str) -> None:
         """Between what one host has decided and its publish, another host acts."""
         if who == other:
@@ -378,6 +385,7 @@ class FaceMachine(RuleBasedStateMachine):
             "submit": lambda at: self.submit(at, 1, "a", False),
             "collect": self.collect,
             "trim": lambda at: self.trim(at, 0),
+            "merge": self.merge,
         }
 
         def hook(when: str, kind: str, path: str) -> None:
@@ -444,7 +452,7 @@ def test_the_machine_has_been_everywhere() -> None:
     wanted = acts | {
         "fenced report", "fenced batch", "save", "complete", "fail", "yield",
         "drop", "batch", "batch again", "trained", "returned", "dead letter", "rollback", "garbage",
-        "trimmed entries", "moved objects", "expired", "crash",
+        "trimmed entries", "moved objects", "merged files", "expired", "crash",
     }  # fmt: skip
     if reached:
         missed = {name for name in wanted if not reached[name]}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from tests.core import test_request_ids as requests
 from tests.crash import test_lost_replies as lost
 from tests.crash.operations import OPERATIONS
+from tests.lifetime import test_merging as merging
 from tests.log import test_expiry as expiry
 from tests.log import test_heartbeats as heartbeats
 from tests.log import test_outcomes as outcomes
 from tests.log import test_races as races
 from tests.log import test_unknown_saves as saves
 from tests.mutants import checks
-from tests.mutants.checks import Check, given, patched, seeds
+from tests.mutants.checks import Check, given, patched, seeds, small_files
 
 SUBMIT = next(operation for operation in OPERATIONS if operation.name == "submit")
 SLICE = seeds(range(12))
@@ -68,6 +69,17 @@ CAUGHT_BY: dict[str, Check] = {
         expiry.test_collection_spares_the_heartbeat_of_a_process_that_is_just_joining
     ),
     "inline objects not moved before a trim": SLICE,
+    "a move into a closed epoch counts": small_files(
+        merging.test_a_merger_that_slept_through_a_collection_writes_again_in_a_young_epoch
+    ),
+    "objects move back": small_files(merging.test_a_move_names_what_is_there_and_goes_forward_only),
+    "records move away from their tensors": small_files(merging.test_records_do_not_move_away_from_their_tensors),
+    "an object that has ended is moved": small_files(
+        merging.test_what_ends_between_the_copy_and_the_commit_is_not_brought_back
+    ),
+    "a reader does not ask where an object is now": small_files(
+        merging.test_a_reader_with_an_old_handle_is_served_from_the_new_place
+    ),
     "fsync of data left out": SLICE,
     "fsync of an object's directory left out": SLICE,
     "fsync of the log's directory left out": given(races.test_what_is_acknowledged_survives_a_power_cut_at_any_call),

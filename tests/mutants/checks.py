@@ -23,6 +23,7 @@ from strawq.storage import layout
 from strawq.storage.faulty import Crash, FaultPlan, FaultyFiles
 from strawq.testing.simulation import simulate
 from strawq.testing.worlds import World
+from tests.lifetime.test_merging import shrink
 
 Check = Callable[[], object]
 
@@ -56,6 +57,18 @@ def given(test: Callable[..., object], *arguments: object) -> Check:
 
     def run() -> None:
         test(*(argument() if callable(argument) else argument for argument in arguments))
+
+    run.__name__ = name_of(test)
+    return run
+
+
+def small_files(test: Callable[[World], object]) -> Check:
+    """A test of merging, in a world where every publication is a file and few are many."""
+
+    def run() -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            shrink(monkeypatch)
+            test(World())
 
     run.__name__ = name_of(test)
     return run

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from strawq.errors import BadInput, Damaged, Fenced, Gone, OutcomeUnknown, RequestConflict, StrawqError
 from strawq.garbage import collect_garbage
 from strawq.handles import Batch, Held, Lease
+from strawq.merging import merge_objects
 from strawq.queue import Change, Queue, Work
 from strawq.testing.simulation.book import Note, Promise
 from strawq.testing.simulation.content import grown, in_memory, make_prompt, mistakes, tokens_of
@@ -347,14 +348,16 @@ class Operator(Actor):
 
 
 class Collector(Actor):
-    """Garbage collection and trimming; two of them may run at once."""
+    """Garbage collection, trimming and merging; two of them may run at once."""
 
     def run(self) -> None:
         while True:
             self.wait(0.7)
-            if self.chance.random() < 0.5:
-                patience = self.chance.choice([0.0, 0.1, 0.5])
-                self.ask(lambda: collect_garbage(self.process.pool, wait_seconds=patience))  # noqa: B023
+            kind = self.chance.choices(["collect", "trim", "merge"], [4, 4, 2])[0]
+            if kind == "merge":
+                self.ask(lambda: merge_objects(self.process.pool))
+            elif kind == "collect":
+                self.ask(lambda: collect_garbage(self.process.pool, wait_seconds=self.chance.choice([0.0, 0.1, 0.5])))
             else:
                 keep = self.chance.choice([0, 0, 3, 10])
                 self.ask(lambda: trim_log(self.process.pool, keep_entries=keep, snapshots_kept=2))  # noqa: B023

@@ -103,7 +103,7 @@ def leave_nothing(world: World) -> None:
         collect_garbage(pool, wait_seconds=0)
         collect_garbage(pool, wait_seconds=0)
     memory, state = world.memory, world.truth.state
-    reached = {layout.record_file(row.ref.epoch, row.ref.digest) for row in state.objects.values() if row.ref.epoch}
+    reached = {layout.record_file(row.ref.epoch, row.ref.name) for row in state.objects.values() if row.ref.epoch}
     reached |= {layout.pack_file(row.ref.epoch, row.ref.pack) for row in state.objects.values() if row.ref.pack}
     files = {path for path in memory.everything() if path.startswith("objects/") and not path.endswith("/swept")}
     require(not reached - files, f"after collection {sorted(reached - files)[:4]} are missing")

@@ -18,6 +18,8 @@ _WHERE: dict[str, tuple[str, ...]] = {
     "REQUESTS_KEPT": ("strawq.core.apply",),
     "RECEIPTS_KEPT": ("strawq.core.state",),
     "STAGING_LOOK_SECONDS": ("strawq.garbage",),
+    "MERGE_FILES": ("strawq.merging",),
+    "MERGED_OBJECTS": ("strawq.merging",),
     "SWEEP_AGAIN_EPOCHS": ("strawq.garbage",),
 }
 """Limits that a simulation shrinks, and the modules that hold them."""
@@ -59,6 +61,8 @@ def draw(seed: int) -> Settings:
             "REQUESTS_KEPT": chance.choice([12, 40, 8192]),
             "RECEIPTS_KEPT": chance.choice([4, 4096]),
             "STAGING_LOOK_SECONDS": 0.2,
+            "MERGE_FILES": chance.choice([2, 4]),
+            "MERGED_OBJECTS": chance.choice([2, 3, 512]),
             "SWEEP_AGAIN_EPOCHS": chance.choice([1, 2]),
         },
         rates={

@@ -21,6 +21,7 @@ from strawq.core.image import dump_state
 from strawq.core.invariants import findings
 from strawq.core.machine import Machine
 from strawq.core.state import State
+from strawq.model import ObjectRef
 from strawq.storage import layout
 from strawq.storage.entry import Entry, decode_entry
 from strawq.storage.exclusive import Primitive
@@ -119,9 +120,15 @@ class Truth:
                     ref.epoch > self.state.meta.closed_epoch,
                     f"entry {seq} refers to object {ref.digest[:12]} of epoch {ref.epoch}, which is closed",
                 )
-                self._stored(seq, layout.record_file(ref.epoch, ref.digest), ref.digest)
+                self._stored(seq, layout.record_file(ref.epoch, ref.name), ref.name)
+                if ref.file:
+                    self._inside(seq, ref)
                 if ref.pack:
                     self._stored(seq, layout.pack_file(ref.epoch, ref.pack), "")
+
+    def _inside(self, seq: int, ref: ObjectRef) -> None:
+        data = self.memory.read(layout.record_file(ref.epoch, ref.file))[ref.offset : ref.offset + ref.bytes]
+        require(blake3.blake3(data).hexdigest() == ref.digest, f"entry {seq} places {ref.digest[:12]} where it is not")
 
     def _stored(self, seq: int, path: str, digest: str) -> None:
         require(self.memory.is_durable(path), f"entry {seq} refers to {path}, which is not durable")
@@ -138,9 +145,7 @@ class Truth:
             for row in self.state.objects.values():
                 ref = row.ref
                 require(
-                    not (
-                        ref.epoch and path.startswith(f"objects/{ref.epoch:06d}/") and digest in (ref.digest, ref.pack)
-                    ),
+                    not (ref.epoch and path.startswith(f"objects/{ref.epoch:06d}/") and digest in (ref.name, ref.pack)),
                     f"{path} was removed and is reached by {row.count} references",
                 )
         elif path.startswith("log/"):
