@@ -20,7 +20,8 @@ async def solve(args, sample, sampling_params):
 `sample` is of slime's shape (`HookSample`). `generate` sets its status from how the turn ended: `completed` for a stop,
 `truncated` at a limit, `aborted` when the worker has to stop; the function returns the sample then. What it needs to go
 on later it keeps in `sample.metadata` (JSON values). A call of the function on a sample with a response goes on with
-it: the first `generate` finishes a turn that was cut off, and gives one that had ended, with nothing after it, again.
+it: the first `generate` finishes a turn that was cut off, and gives one that had ended again, if neither tokens nor
+metadata have been added since.
 """
 
 from __future__ import annotations
@@ -46,4 +47,4 @@ async def generate(args: Any, sample: HookSample, sampling_params: Mapping[str, 
     turns = sample.turns
     if not isinstance(turns, Turns):
         raise BadInput("generate is for the sample that a generate function of a worker was given")
-    return await turns.generate(sampling_params)
+    return await turns.generate(sample, sampling_params)

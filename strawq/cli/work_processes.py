@@ -37,7 +37,10 @@ def _end_with_parent() -> None:
 def run_processes(pool: str, options: WorkerOptions, count: int) -> Answer:
     """Run `count` workers until all have ended."""
     # All are checked before one is started: the last index may not be one of `workers`.
-    each = [msgspec.structs.replace(options, worker_index=options.worker_index + index) for index in range(count)]
+    each = [
+        msgspec.structs.replace(options, worker_index=options.worker_index + index if options.workers else 0)
+        for index in range(count)
+    ]
     children = [_start(pool, one) for one in each]
     say(f"workers {', '.join(str(child.pid) for child in children)} are running")
     before = _pass_signals_on(children)

@@ -185,7 +185,7 @@ def work(
         **{**given, "stop": tuple(stop), "stop_token_ids": tuple(stop_token_ids), "sample_hooks": tuple(sample_hooks)},
         engines=tuple(engine),
         queue=chosen,
-        workers=workers or processes,
+        workers=workers,
         api_key=api_key or None,
         sampling_extra=_json_object(sampling_extra, "--sampling-extra"),
         hook_args=_json_object(hook_args, "--hook-args"),

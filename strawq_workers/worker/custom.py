@@ -14,8 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from strawq.errors import BadInput, Misaligned, StrawqError
-from strawq.samples import Sample
-from strawq_workers.worker.generation import budget_left, finished, next_step
+from strawq_workers.worker.generation import finished, next_step
 from strawq_workers.worker.hooks import raised
 from strawq_workers.worker.place import EngineRefused, first_of
 from strawq_workers.worker.turns import GenerationStopped, Turns
@@ -40,9 +39,11 @@ async def generate_by_function(run: GroupRun, index: int) -> None:
         if place.hold.stopped.is_set():
             await first_of(place.hold.released, run.stop)
             continue
-        sample = _at_its_limit(run, index)
+        sample = run.samples[index]
         if finished(sample):
             return
+        if not len(sample.tokens):
+            next_step(sample, run.prompt, place.plan)  # refuses a prompt that leaves no room
         before, held = len(sample.tokens), place.hold.stopped
         await _call(run, index)
         sample = run.samples[index]
@@ -58,18 +59,6 @@ async def generate_by_function(run: GroupRun, index: int) -> None:
                 "told it to stop"
             )
         await run.pause_after_empty_abort()
-
-
-def _at_its_limit(run: GroupRun, index: int) -> Sample:
-    """The sample, truncated if its budget is used up. `BadInput` if the prompt alone fills the context."""
-    sample = run.samples[index]
-    prompt = run.prompt if sample.prompt_tokens is None else sample.prompt_tokens
-    if finished(sample) or budget_left(sample, len(prompt), run.place.plan):
-        return sample
-    step = next_step(sample, prompt, run.place.plan)
-    assert isinstance(step, Sample)
-    run.put(step)
-    return step
 
 
 async def _call(run: GroupRun, index: int) -> None:

@@ -134,8 +134,11 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not self.engines:
             raise BadInput("a worker needs the URL of at least one engine (or router)")
         _check_numbers(self)
-        if self.workers and not 0 <= self.worker_index < self.workers:
-            raise BadInput(f"worker_index is {self.worker_index}; of {self.workers} workers they are 0 to W - 1")
+        if not 0 <= self.worker_index < max(1, self.workers):
+            known = (
+                f"of {self.workers} workers they are 0 to W - 1" if self.workers else "say how many workers there are"
+            )
+            raise BadInput(f"worker_index is {self.worker_index}; {known}")
         if self.max_concurrent_samples and self.max_concurrent_samples < self.samples:
             raise BadInput(
                 f"max_concurrent_samples is {self.max_concurrent_samples}, less than one group of {self.samples}"

@@ -108,8 +108,11 @@ class Response:
         shown = HookSample(
             loss_mask=None if mask is None else list(mask[: len(self.sample.tokens)]), remove_sample=view.remove_sample
         )
-        masked = with_mask(self.sample, shown, _NAME)
-        self.run.put(with_metadata(self.run.group.prompt, masked, view))
+        before = with_mask(self.sample, shown, _NAME)
+        after = with_metadata(self.run.group.prompt, before, view)
+        last = self.last_turn()
+        noted = last is not None and last[1] != "abort" and after.metadata != before.metadata
+        self.put(after, **({TURN: None} if noted else {}))  # what the function has taken note of is not given again
 
     def _absorb_prompt(self, ids: list[int]) -> None:
         """A function may put other ids in front as long as there is no response: its own chat template, tools."""

@@ -69,9 +69,8 @@ class Turns:
     def __init__(self, run: GroupRun, index: int) -> None:
         sample = run.samples[index]
         self.run = run
-        self.view = hook_view(msgspec.structs.replace(run.group, samples=(sample,)), sample)
+        self.response = Response(run, index, hook_view(msgspec.structs.replace(run.group, samples=(sample,)), sample))
         self.view.turns = self
-        self.response = Response(run, index, self.view)
         self.trouble: StrawqError | None = None
         """What went wrong with an engine or a turn, which the function may have swallowed."""
         self.through_worker = asyncio.Event()
@@ -81,6 +80,11 @@ class Turns:
         self._told = False
         self._text = ""
         """The response in words up to the turn under way."""
+
+    @property
+    def view(self) -> HookSample:
+        """The sample as the function has it: the one it was given, or the copy of it that it went on with."""
+        return self.response.view
 
     def __copy__(self) -> Turns:
         return self
@@ -96,17 +100,24 @@ class Turns:
         response.show()
         last = response.last_turn()
         tokens = response.sample.tokens
-        turns._text = await turns._decode(
-            np.concatenate([tokens, response.unread]) if last is None else tokens[: last[0]]
-        )
+        before = np.concatenate([tokens, response.unread]) if last is None else tokens[: last[0]]
+        turns._text = await turns._decode(before)
         turns.view.response = turns._text + ("" if last is None else await turns._decode(tokens[last[0] :]))
         return turns
 
     def append(
-        self, tokens: Any, log_probs: Any, *, trainable: bool, meta_info: Mapping[str, Any], text: str | None,
+        self,
+        view: HookSample,
+        tokens: Any,
+        log_probs: Any,
+        *,
+        trainable: bool,
+        meta_info: Mapping[str, Any],
+        text: str | None,
         terminal: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See `HookSample.append_response_tokens`."""
+        self.response.view = view
         try:
             self.response.append(tokens, log_probs, trainable=trainable, meta_info=meta_info)
         except StrawqError as error:
@@ -119,8 +130,9 @@ class Turns:
 
     # -- turns --------------------------------------------------------------------------------------------------
 
-    async def generate(self, params: Mapping[str, Any] | None) -> Turn:
+    async def generate(self, view: HookSample, params: Mapping[str, Any] | None) -> Turn:
         """See `strawq_workers.agents.generate`."""
+        self.response.view = view
         self.through_worker.set()
         try:
             return await self._turn(self._sampling(params or {}))

@@ -115,7 +115,13 @@ class HookSample:
         if self.turns is None:
             raise BadInput("only a generate function may append tokens to a sample")
         self.turns.append(
-            tokens, log_probs, trainable=trainable, meta_info=meta_info or {}, text=text, terminal=update_terminal_info
+            self,
+            tokens,
+            log_probs,
+            trainable=trainable,
+            meta_info=meta_info or {},
+            text=text,
+            terminal=update_terminal_info,
         )
 
 
