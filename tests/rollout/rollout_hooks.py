@@ -43,6 +43,10 @@ def number(sample):
     return int(sample.prompt.split()[1])
 
 
+def number_of(args, sample):
+    return float(number(sample))
+
+
 def pops_the_first(args, groups):
     groups.pop(0)
 

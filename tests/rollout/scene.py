@@ -120,6 +120,9 @@ class MemoryScene:
     def leased(self):
         return 0
 
+    def state(self):
+        return len(self.data.handed_out), len(self.data.buffer)
+
     def finish(self, rollout_id):
         pass
 
@@ -141,6 +144,9 @@ class StrawScene:
     def leased(self):
         counts = self.data.pool.queue().counts()
         return counts.fresh_leased + counts.partial_leased
+
+    def state(self):
+        return self.data.pool.queue().counts()
 
     def finish(self, rollout_id):
         self.data.finish(rollout_id)
