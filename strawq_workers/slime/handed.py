@@ -30,13 +30,25 @@ Verdict = Literal["", "dropped"]
 class Handed:
     """One group in a sampler's hands. `samples` are the objects that it works on."""
 
-    __slots__ = ("reason", "samples", "verdict", "work")
+    __slots__ = ("_masks", "reason", "samples", "verdict", "work")
 
     def __init__(self, work: Work, samples: list[Any]) -> None:
         self.work = work
         self.samples = samples
         self.verdict: Verdict = ""
         self.reason = ""
+        self._masks: dict[int, Any] = {}
+        if is_finished(samples):
+            self._masks = {id(sample): copy.copy(getattr(sample, "loss_mask", None)) for sample in flat(samples)}
+
+    def restore_masks(self, args: Any) -> None:
+        """slime's sampler masks all tokens that it finds, as those of an older policy, before it sees that a sample has
+        ended. A group that was handed out complete gets the loss masks back that it had."""
+        if getattr(args, "partial_rollout", False) and getattr(args, "mask_offpolicy_in_partial_rollout", False):
+            for sample in flat(self.samples):
+                mask = getattr(sample, "loss_mask", None)
+                if id(sample) in self._masks and mask is not None and not any(mask):
+                    sample.loss_mask = self._masks[id(sample)]
 
     @property
     def mark(self) -> str:
@@ -67,8 +79,7 @@ class HandedOut:
     def remove(self, handed: Handed) -> None:
         if self._by_mark.pop(handed.mark, None) is not None:
             self._by_index = {index: mark for index, mark in self._by_index.items() if mark != handed.mark}
-        for sample in flat(handed.samples):
-            vars(sample).pop(TASK, None)
+        unmark(handed.samples)
 
     def find(self, samples: Sequence[Any]) -> Handed | None:
         """The group that these samples are of; None if none of them was handed out and is held still. `BadInput` if
@@ -99,6 +110,12 @@ class HandedOut:
                 "rollout function that works across rollouts has `fully_async` in its dotted path"
             )
         return handed
+
+
+def unmark(samples: Iterable[Any]) -> None:
+    """The samples are of no held group any more."""
+    for sample in flat(samples):
+        vars(sample).pop(TASK, None)
 
 
 def flat(samples: Iterable[Any]) -> Iterator[Any]:
@@ -159,6 +176,7 @@ def missing_captures(args: Any, group: Group) -> str:
 def progress(args: Any, handed: Handed, samples: Sequence[Any], *, keep_prefix: bool) -> tuple[Change, str]:
     """How the group goes back: with what it has, if that is complete in itself, else as it was. The second value says
     why it is as it was, empty if that was meant."""
+    handed.restore_masks(args)
     if has_failed(samples):
         return Change(handed.work, "fail", None, "a sample failed"), ""
     if not (is_finished(samples) or (keep_prefix and has_tokens(samples))):

@@ -33,6 +33,7 @@ from strawq_workers.slime.handed import (
     is_finished,
     progress,
     stored,
+    unmark,
     without_marks,
 )
 
@@ -207,6 +208,7 @@ class Sampling:
     def _deliver(self, rollout_id: int, groups: Sequence[tuple[Handed, list[Any]]]) -> None:
         complete, dropped = [], []
         for handed, delivered in groups:
+            handed.restore_masks(self._args)
             # The group as it was handed out, where the delivered samples are these objects: a trainer may trim a batch.
             own = {id(sample) for sample in flat(handed.samples)}
             samples = handed.samples if all(id(sample) in own for sample in delivered) else delivered
@@ -220,8 +222,9 @@ class Sampling:
         if complete:
             ended += self._batches.take_exactly(rollout_id, lambda: self._report(complete, "drop", NOT_KEPT))
         ended += self._report(dropped)
-        for handed, _ in groups:
+        for handed, samples in groups:
             self._out.remove(handed)
+            unmark(samples)
         self._publish_newest(samples for _, samples in groups)
         self._require_ended(rollout_id, [change.work.task for change in (*complete, *dropped)], set(ended))
 

@@ -417,6 +417,17 @@ def test_a_forked_child_neither_holds_nor_frees_the_lock(tmp_path: Path) -> None
     lock.close()
 
 
+@pytest.mark.juicefs
+def test_the_lock_excludes_across_two_clients_of_a_shared_mount(juicefs_pair: tuple[Path, Path]) -> None:
+    here, there = juicefs_pair
+    lock = JobLock(here / "session.lock", "save directory x")
+    command = [sys.executable, "-c", HOLD, str(there / "session.lock")]
+    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=60)
+    assert "Another training job owns save directory x" in done.stderr
+    lock.close()
+    assert subprocess.run(command, input="", capture_output=True, text=True, timeout=60).stdout == "held\n"
+
+
 # -- the model's digest -----------------------------------------------------------------------------------------------
 
 

@@ -131,6 +131,23 @@ def test_a_finished_surplus_group_is_delivered_later_without_being_generated_aga
     assert sorted(index for index, _ in manager.args.engine.requests) == [6, 7, 8, 9]  # groups 3 and 4 alone
 
 
+def test_a_complete_group_that_is_handed_out_again_keeps_its_loss_masks(start: Start) -> None:
+    """slime's sampler masks the tokens that it finds before it sees that the sample has ended."""
+    flags = {"partial_rollout": True, "mask_offpolicy_in_partial_rollout": True, "over_sampling_batch_size": 3}
+    engine = Engine(waits=lambda sample: sample.group_index == 2)
+    manager = start(engine=engine, **flags)
+    assert indices(manager.generate(0)) == [0, 1]
+    engine.waits = lambda sample: False
+    manager.args.rollout_batch_size, manager.args.global_batch_size = 1, 2
+    assert [sample.loss_mask for sample in manager.generate(1)] == [[0, 0, 1, 1]] * 2
+    # Both rollouts come again, complete: none was saved.
+    again = start(-1, engine=Engine(), **flags)
+    again.args.rollout_batch_size, again.args.global_batch_size = 3, 6
+    delivered = again.generate(0)
+    assert indices(delivered) == [0, 1, 2]
+    assert [sample.loss_mask for sample in delivered] == [None] * 4 + [[0, 0, 1, 1]] * 2
+
+
 def keep_even(_args: Any, samples: Any, **_: Any) -> DynamicFilterOutput:
     even = samples[0].group_index % 2 == 0
     return DynamicFilterOutput(even, None if even else "odd")
