@@ -65,7 +65,11 @@ class Report:
         self.clean += 1
         self.events.update(outcome.events)
         self.totals.update(
-            entries=outcome.entries, file_calls=outcome.calls, ghosts=outcome.ghosts, power_cuts=outcome.power_cuts
+            entries=outcome.entries,
+            file_calls=outcome.calls,
+            ghosts=outcome.ghosts,
+            power_cuts=outcome.power_cuts,
+            torn=outcome.torn,
         )
 
     def line(self) -> str:

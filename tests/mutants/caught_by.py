@@ -48,6 +48,9 @@ CAUGHT_BY: dict[str, Check] = {
     "an unreadable heartbeat counts as stillness": given(
         expiry.test_an_observer_whose_mount_is_sick_takes_nobody_for_dead
     ),
+    "a garbled heartbeat counts as stillness": given(
+        expiry.test_one_wrong_look_at_the_end_of_a_lease_takes_nobody_for_dead, b"\0" * 60
+    ),
     "heartbeats wait for the log": given(
         heartbeats.test_a_commit_that_hangs_for_longer_than_a_lease_does_not_stop_the_heart
     ),
@@ -61,6 +64,9 @@ CAUGHT_BY: dict[str, Check] = {
     "receipts forgotten": checks.a_late_completion_is_told_that_it_had_counted,
     "batch redelivery without a new number": SLICE,
     "pause not looked at": SLICE,
+    "a seal is not looked at": SLICE,
+    "a batch may be smaller at any time": SLICE,
+    "archives hold nothing": SLICE,
     "leases survive a rollback": SLICE,
     "epoch refusal left out": SLICE,
     "roots from before the epoch closed": SLICE,

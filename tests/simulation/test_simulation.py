@@ -75,5 +75,9 @@ def test_a_slice_walks_every_path() -> None:
         "FailedRetried",
         "Pinned",
         "Unpinned",
+        "Archived",
+        "ArchiveDropped",
+        "Sealed",
     } <= happened
     assert sum(history.power_cuts for history in histories) > 0
+    assert sum(history.torn for history in histories) > 0

@@ -1,4 +1,5 @@
-"""What the processes of a simulation do: workers, producers, trainers, an operator, a collector, an auditor.
+"""What the processes of a simulation do: workers, producers, trainers; see `operators` for those that look after the
+pool.
 
 Each behaves as a good client does. `OutcomeUnknown`: ask again with the same request. "Nothing happened": try again or
 leave it. `Fenced`: drop the work. Anything else that a public call raises is a fault of the pool, and ends the run.
@@ -8,24 +9,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from strawq.archives import save_archive
 from strawq.errors import BadInput, Damaged, Fenced, Gone, OutcomeUnknown, RequestConflict, StrawqError
-from strawq.garbage import collect_garbage
 from strawq.handles import Batch, Held, Lease
-from strawq.merging import merge_objects
 from strawq.queue import Change, Queue, Work
 from strawq.testing.simulation.book import Note, Promise
 from strawq.testing.simulation.content import grown, in_memory, make_prompt, mistakes, tokens_of
 from strawq.testing.simulation.host import Process
 from strawq.testing.simulation.violation import Violation, require
-from strawq.trimming import trim_log
 
 if TYPE_CHECKING:
     from strawq.testing.simulation.world import World
 
 T = TypeVar("T")
 PROMPTS_MAX = 40
+SEALED = "is sealed"
 _ASK_TRIES = 12
 
 
@@ -47,8 +47,9 @@ class Actor:
     def request(self) -> str:
         return f"r-{self.chance.getrandbits(64):016x}"
 
-    def ask(self, call: Callable[[], T], bad_input: bool = False, gone: bool = False) -> T | None:
-        """What `call` answers; None if it was refused or given up."""
+    def ask(self, call: Callable[[], T], bad_input: bool | str = False, gone: bool = False) -> T | None:
+        """What `call` answers; None if it was refused or given up. `bad_input`: it may be told that it asks for
+        something wrong (in these words, if it is a string)."""
         for _ in range(_ASK_TRIES):
             self.process.must_live()
             try:
@@ -59,7 +60,8 @@ class Actor:
             except Fenced:
                 return None
             except BadInput as error:
-                if bad_input and not isinstance(error, RequestConflict):
+                words = bad_input if isinstance(bad_input, str) else ""
+                if bad_input and words in str(error) and not isinstance(error, RequestConflict):
                     return None
                 self.process.must_live()
                 raise Violation(f"{self.process.name} asked for nothing wrong and was refused: {error}") from error
@@ -67,7 +69,7 @@ class Actor:
                 self.process.must_live()
                 if isinstance(error, Gone) and gone:
                     return None
-                if not self.process.stormy:
+                if not self.process.excused:
                     raise Violation(f"{self.process.name} was told of damage that is not there: {error}") from error
             except StrawqError:
                 if self.chance.random() < 0.3:
@@ -90,7 +92,7 @@ class Actor:
                 group = in_memory(self.process.pool.payloads.load(held))
             except StrawqError as error:
                 self.process.must_live()
-                if isinstance(error, Damaged | Gone) and current() and not self.process.stormy:
+                if isinstance(error, Damaged | Gone) and current() and not self.process.excused:
                     raise Violation(f"{self.process.name} cannot read task {held.task.id}: {error}") from error
                 self.wait(0.05)
                 continue
@@ -197,7 +199,7 @@ class Producer(Actor):
         if self.chance.random() < 0.2:
             names = [f"{request}:{i}" for i in range(count)]
             self.book.promises[request] = Promise(tuple(names))
-            self.ask(lambda: self.queue.submit(map(make_prompt, names), request_id=request))
+            self.ask(lambda: self.queue.submit(map(make_prompt, names), request_id=request), bad_input=SEALED)
             return
         at = self.ask(lambda: self.queue.cursor(self.name))
         if at is None:
@@ -208,7 +210,8 @@ class Producer(Actor):
         self.ask(
             lambda: self.queue.submit(
                 map(make_prompt, names), producer=self.name, cursor=str(first + count), expect=at, request_id=request
-            )
+            ),
+            bad_input=SEALED,
         )
 
 
@@ -232,6 +235,8 @@ class Trainer(Actor):
         for held in batch.groups:
             self.read(held, lambda: self.holds(batch))
         pinned = self.chance.random() < 0.3 and self.pin(batch)
+        if self.chance.random() < 0.15:
+            self.archive(batch)
         if finishing < 1:
             self.wait(0.3)
         self.end(batch, finishing)
@@ -247,6 +252,13 @@ class Trainer(Actor):
         self.ask(lambda: self.process.pool.pin(batch.id, batch.groups), bad_input=True, gone=True)
         return batch.id in self.pins() and len(self.texts) == len(batch.groups)
 
+    def archive(self, batch: Batch) -> None:
+        """Keep the batch's groups beyond their end, whoever lives."""
+        name, request = f"a{self.chance.randrange(4)}", self.request()
+        self.ask(
+            lambda: save_archive(self.process.pool, name, "rollout", batch.tasks, request_id=request), bad_input=True
+        )
+
     def pins(self) -> set[str]:
         pins = self.world.truth.state.pins
         return {pin.name for pin in pins.values() if pin.session == self.process.pool.keeper.current}
@@ -260,7 +272,7 @@ class Trainer(Actor):
                 group = in_memory(self.process.pool.payloads.load(held))
             except StrawqError as error:
                 self.process.must_live()
-                gone = isinstance(error, Damaged | Gone) and batch.id in self.pins() and not self.process.stormy
+                gone = isinstance(error, Damaged | Gone) and batch.id in self.pins() and not self.process.excused
                 require(not gone, f"{self.process.name} cannot read pinned task {held.task.id}: {error}")
                 continue
             self.check(group, held.task.id, self.texts[held.task.id])
@@ -280,121 +292,3 @@ class Trainer(Actor):
         dropped = [(task, "too old") for task in batch.tasks if self.chance.random() < 0.1]
         request = self.request()
         self.ask(lambda: self.queue.finish_batch(batch, dropped=dropped, request_id=request))
-
-
-class Operator(Actor):
-    """Checkpoints, rolls back, pauses, publishes versions, looks after dead letters."""
-
-    KINDS: ClassVar[dict[str, int]] = {
-        "checkpoint": 4,
-        "rollback": 4,
-        "drop checkpoint": 2,
-        "drop branch": 3,
-        "pause": 1,
-        "acknowledge": 1,
-        "version": 2,
-        "retry": 4,
-        "drop": 2,
-        "snapshot": 1,
-    }
-
-    def run(self) -> None:
-        version = 0
-        while True:
-            self.wait(0.2)
-            pool = self.ask(lambda: self.process.pool)
-            if pool is None:
-                continue
-            kind = self.chance.choices(list(self.KINDS), list(self.KINDS.values()))[0]
-            if kind == "checkpoint":
-                name = f"c{self.chance.randrange(6)}"
-                self.ask(lambda: pool.checkpoint(name), bad_input=True)  # noqa: B023
-            elif kind == "rollback":
-                self.rollback()
-            elif kind == "drop checkpoint":
-                self.pick(list(self.book.kept), pool.drop_checkpoint)
-            elif kind == "drop branch":
-                self.pick(list(self.book.branches), pool.drop_branch)
-            elif kind == "pause":
-                self.ask(pool.pause, bad_input=True)
-                self.wait(0.4)
-                self.ask(pool.resume, bad_input=True)
-            elif kind == "version":
-                version += 1
-                self.ask(lambda: pool.publish_version(version), bad_input=True)  # noqa: B023
-            elif kind == "acknowledge":
-                self.ask(pool.acknowledge_pause, bad_input=True)
-            elif kind == "snapshot":
-                self.ask(pool.snapshot)
-            else:
-                self.dead_letters(kind)
-
-    def pick(self, names: list[str], act: Callable[[str], object]) -> None:
-        if names:
-            name = self.chance.choice(names)
-            self.ask(lambda: act(name), bad_input=True)
-
-    def rollback(self) -> None:
-        if self.chance.random() < 0.6:
-            self.pick([*self.book.kept, *self.book.branches], self.process.pool.rollback)
-
-    def dead_letters(self, kind: str) -> None:
-        letters = self.ask(lambda: self.queue.dead_letters()) or []
-        tasks = [task.id for task in letters if self.chance.random() < 0.7]
-        if tasks and kind == "retry":
-            self.ask(lambda: self.queue.retry_failed(tasks))
-        elif tasks and self.chance.random() < 0.3:
-            self.ask(lambda: self.queue.drop_tasks(tasks, "hopeless"))
-
-
-class Collector(Actor):
-    """Garbage collection, trimming and merging; two of them may run at once."""
-
-    def run(self) -> None:
-        while True:
-            self.wait(0.7)
-            kind = self.chance.choices(["collect", "trim", "merge"], [4, 4, 2])[0]
-            if kind == "merge":
-                self.ask(lambda: merge_objects(self.process.pool))
-            elif kind == "collect":
-                self.ask(lambda: collect_garbage(self.process.pool, wait_seconds=self.chance.choice([0.0, 0.1, 0.5])))
-            else:
-                keep = self.chance.choice([0, 0, 3, 10])
-                self.ask(lambda: trim_log(self.process.pool, keep_entries=keep, snapshots_kept=2))  # noqa: B023
-
-
-class Auditor(Actor):
-    """Opens the pool as a newcomer, and reads all that there is."""
-
-    def run(self) -> None:
-        while True:
-            self.wait(1.5)
-            self.ask(self.look)
-
-    def look(self) -> None:
-        pool = self.process.pool
-        held: list[Held] = []
-        notes: dict[str, Note] = {}
-
-        def see(machine: Any) -> None:
-            state = machine.state
-            self.world.truth.follows(machine.seq, pool.log.tip, self.process.name)
-            self.world.truth.same(state, self.process.name)
-            if machine.seq == self.world.truth.seq:
-                for name in state.branch.queues:
-                    for task in state.branch.queues[name].tasks.values():
-                        note = self.book.line.notes[task.id]
-                        notes[task.id] = Note(note.group_id, tokens=note.tokens)
-                        held.append(Held(task, {part.object: state.objects[part.object] for part in task.parts}))
-
-        pool.log.refresh(see)
-        for one in held:
-            try:
-                group = in_memory(pool.payloads.load(one))
-            except Gone:
-                reached = self.world.truth.state.objects
-                if all(part.object in reached for part in one.task.parts):
-                    raise
-                continue
-            self.check(group, one.task.id, notes[one.task.id])
-        pool.inspect()

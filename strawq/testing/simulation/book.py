@@ -49,6 +49,15 @@ class Line:
     cursors: dict[str, int] = field(default_factory=dict)
     producers: dict[str, str] = field(default_factory=dict)
     paused: bool = False
+    sealed: bool = False
+
+
+@dataclass
+class Kept:
+    """An archive: what its groups were at entry `seq`."""
+
+    seq: int
+    notes: dict[str, Note]
 
 
 @dataclass
@@ -77,6 +86,9 @@ class Book:
         self.branch = "main"
         self.kept: dict[str, Line] = {}
         self.branches: dict[str, Line] = {}
+        self.archives: dict[str, Kept] = {}
+        self.taken: defaultdict[str, list[int]] = defaultdict(list)
+        self.seq = 0
         self.sessions: set[str] = set()
         self.numbers: set[int] = set()
         self.batches: set[int] = set()
@@ -89,6 +101,7 @@ class Book:
         self.denied.pop(command.request, None)
 
     def happened(self, event: e.AnyEvent, seq: int) -> None:
+        self.seq = seq
         commands = self.commands[event.request]
         require(bool(commands), f"entry {seq} holds an event that nobody asked for: {event}")
         require(
@@ -99,7 +112,7 @@ class Book:
         known = self.events.setdefault(event.request, [])
         branches = {getattr(command, "branch", "") for command in commands}
         require(
-            isinstance(event, e.Submitted | e.Checkpointed | e.RolledBack)
+            isinstance(event, e.Submitted | e.Checkpointed | e.RolledBack | e.Sealed)
             or branches <= {""}
             or self.branch in branches,
             f"entry {seq} holds an event of branch {branches} while {self.branch} is active: {event}",
@@ -138,6 +151,7 @@ class Book:
 
     def _submitted(self, event: e.Submitted, commands: Iterable[c.Submit]) -> None:
         promise = self.promises[event.request]
+        require(not self.line.sealed, "prompts entered a sealed queue")
         require(not set(event.numbers) & self.numbers, f"submission numbers {event.numbers} are used twice")
         self.numbers.update(event.numbers)
         require(event.rows == len(promise.prompts), f"{event.rows} prompts entered, {len(promise.prompts)} were given")
@@ -204,7 +218,10 @@ class Book:
             elif item.outcome == "fail":
                 note.failed = item.task in event.dead
 
-    def _batchtaken(self, event: e.BatchTaken, _: Any) -> None:
+    def _sealed(self, event: e.Sealed, _: Any) -> None:
+        self.line.sealed = event.sealed
+
+    def _batchtaken(self, event: e.BatchTaken, commands: Iterable[c.TakeBatch]) -> None:
         require(event.session in self.sessions, f"session {event.session} is not live and was given a batch")
         parcel = self.line.parcels.get(event.batch)
         if parcel is not None:
@@ -215,6 +232,14 @@ class Book:
             return
         require(event.number not in self.batches, f"batch {event.batch} was delivered after its end")
         self.batches.add(event.number)
+        waiting = [
+            key for key, note in self.line.notes.items() if note.stage != "ready" and not (note.ended or note.failed)
+        ]
+        require(
+            any(len(event.tasks) == command.count or command.fewer for command in commands)
+            or (self.line.sealed and not waiting),
+            f"batch {event.batch} is smaller than was asked for, and is not the last: {waiting[:4]} are under way",
+        )
         for key in event.tasks:
             note = self.line.notes[key]
             require(self._pending(note) and note.stage == "ready", f"task {key} went into {event.batch} while {note}")
@@ -262,6 +287,8 @@ class Book:
 
     def _checkpointed(self, event: e.Checkpointed, _: Any) -> None:
         require(event.name not in self.kept, f"checkpoint {event.name} was taken twice")
+        require(event.seq == self.seq, f"checkpoint {event.name} says that it is of entry {event.seq}")
+        self.taken[event.name].append(event.seq)
         self.kept[event.name] = copy.deepcopy(self.line)
 
     def _checkpointdropped(self, event: e.CheckpointDropped, _: Any) -> None:
@@ -281,3 +308,15 @@ class Book:
     def _branchdropped(self, event: e.BranchDropped, _: Any) -> None:
         require(event.name != self.branch, f"branch {event.name} was dropped while active")
         del self.branches[event.name]
+
+    def _archived(self, event: e.Archived, _: Any) -> None:
+        require(event.name not in self.archives, f"archive {event.name} was made twice")
+        notes = {key: self.line.notes[key] for key in event.tasks}
+        for key, note in notes.items():
+            require(not note.ended, f"archive {event.name} keeps task {key}, which has ended")
+        self.archives[event.name] = Kept(
+            self.seq, {key: Note(note.group_id, tokens=note.tokens) for key, note in notes.items()}
+        )
+
+    def _archivedropped(self, event: e.ArchiveDropped, _: Any) -> None:
+        del self.archives[event.name]

@@ -35,6 +35,8 @@ def finish_all(world: World) -> None:
     for slot in world.slots:
         world.kill(slot)
     world.scheduler.run(world.scheduler.now + 0.001)
+    if world.truth.torn:
+        world.process("mender", {}).pool.log.void_tip()
     world.truth.sound()
     read_everything(world, world.process("reader", {}))
     work_off(world)

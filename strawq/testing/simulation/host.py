@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from strawq.errors import OutcomeUnknown, StrawqError
+from strawq.errors import BadInput, Fenced, OutcomeUnknown, StrawqError
 from strawq.model import Session
 from strawq.pool import Pool
 from strawq.session import SessionKeeper
@@ -114,6 +114,13 @@ class Process:
         if moment == "before":
             self.world.scheduler.sleep(self.chance.expovariate(1 / self.world.settings.call_s))
             self.must_live()
+        elif moment == "after" and kind == "publish":
+            self.world.published(path)
+
+    @property
+    def excused(self) -> bool:
+        """Whether it may be told of damage: its mount is sick, or the newest entry is torn, or was a moment ago."""
+        return self.stormy or self.world.torn_lately()
 
     @property
     def instance(self) -> str:
@@ -198,8 +205,13 @@ class Process:
         return recorded
 
     def _refused(self, command: Any, error: StrawqError) -> None:
-        """A caller that is told that nothing happened must be right."""
-        book = self.world.book
+        """A caller that is told that nothing happened must be right; and one that asks again is answered, for as long
+        as the pool remembers."""
+        book, truth = self.world.book, self.world.truth
+        if isinstance(error, BadInput | Fenced) and self.pool.log.machine.seq == truth.seq:
+            known = truth.state.branch.answer_of.get(command.request) if command.request else None
+            if known is not None:
+                raise Violation(f"{self.name} asked again and was refused ({error}); the answer is {known.event}")
         if isinstance(error, OutcomeUnknown):
             book.unknown.add(command.request)
         elif command.request not in book.unknown and len(book.askers[command.request]) == 1:

@@ -35,6 +35,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     rates: dict[Fault, float]
     workers: int
     power_cuts: int
+    torn: float
+    """Chance that a power cut tears the newest entry, if nobody was told of it and its name is left by chance."""
     links: bool
     max_attempts: int
     max_expirations: int
@@ -49,6 +51,7 @@ def draw(seed: int) -> Settings:
     """The world of a seed."""
     chance = random.Random(f"world-{seed}")
     level = chance.choice([0.0, 0.3, 1.0])
+    power_cuts, torn = chance.choice([0, 0, 1, 2]), chance.choice([0.0, 0.8])
     return Settings(
         seed=seed,
         duration_s=chance.choice([3.0, 4.0, 6.0]),
@@ -78,7 +81,8 @@ def draw(seed: int) -> Settings:
             "zeros": 0.004 * level,
         },
         workers=chance.choice([2, 3]),
-        power_cuts=chance.choice([0, 0, 1, 2]),
+        power_cuts=max(power_cuts, 1) if torn else power_cuts,
+        torn=torn,
         links=chance.random() < 0.7,
         max_attempts=chance.choice([1, 2, 5]),
         max_expirations=chance.choice([2, 20]),

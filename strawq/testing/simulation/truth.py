@@ -12,6 +12,7 @@ The rules that this observer keeps, at each instant and without a look into any 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import blake3
@@ -47,6 +48,10 @@ class Truth:
         self.acknowledged_seq = 0
         self._floors: dict[str, int] = {}
         self.ghosts = 0
+        self.torn = 0
+        """The newest entry, if it is not whole: nobody was told of it. Its successor must declare it void."""
+        self.void: set[int] = set()
+        self.watch_mending: Callable[[], object] = lambda: None
         self.dumps: dict[int, bytes] = {}
         self.watch_expiry: Callable[[e.Expired, str], object] = lambda _event, _instance: None
 
@@ -91,7 +96,15 @@ class Truth:
             require(seq < self.floor(), f"{path} appeared a second time, and no floor stands above it")
             self.ghosts += 1
             return
-        require(seq == self.seq + 1, f"{path} appeared while the newest entry is {self.seq}: a hole")
+        if self.torn:
+            require((seq, entry.line.voids) == (self.torn + 1, self.torn), f"{path} appeared behind a torn entry")
+            require(not entry.line.events, f"{path} declares another void and says more")
+            self.void.add(self.torn)
+            self.torn = 0
+            self.watch_mending()
+        else:
+            require(seq == self.seq + 1, f"{path} appeared while the newest entry is {self.seq}: a hole")
+            require(not entry.line.voids, f"{path} declares an entry void that is whole")
         require(entry.line.prev == self.tips[self.seq], f"{path} does not follow entry {self.seq} of this history")
         where = entry.where()
         for event in self.machine.decode(seq, entry.line.events):
@@ -216,14 +229,20 @@ class Truth:
     # Power cuts.
 
     def power_cut(self) -> None:
-        """Forget the entries that were lost with the power; none of them was acknowledged."""
+        """Forget the entries that were lost with the power, or torn; none of them was acknowledged."""
+        if self.torn and not self.memory.holds(layout.entry(self.torn)):
+            self.torn = 0
         self._floors = {path: floor for path, floor in self._floors.items() if self.memory.holds(path)}
         floor, last = self.floor(), 0
         for seq in range(1, self.seq + 1):
-            if seq < floor or self.memory.holds(layout.entry(seq)):
+            if seq != self.torn and (seq < floor or self.memory.holds(layout.entry(seq))):
                 last = seq
             else:
                 break
+        if last in self.void:
+            # It is the newest once more: what declared it void is gone.
+            self.void.discard(last)
+            self.torn, last = last, last - 1
         require(
             last >= self.acknowledged_seq,
             f"after a power cut the log ends at {last}, and entry {self.acknowledged_seq} had been acknowledged",
@@ -235,6 +254,8 @@ class Truth:
         self.book.restart()
         self.machine.reset()
         for seq in range(1, last + 1):
+            if seq in self.void:
+                continue
             entry = self.entries[seq]
             for event in self.machine.decode(seq, entry.line.events):
                 self.book.happened(event, seq)
@@ -278,6 +299,18 @@ class WatchedFiles(MemoryFiles):
         except OSError:
             return False
         return True
+
+    def tear(self, path: str, chance: random.Random) -> None:
+        """The disk has kept a part of an entry, and perhaps zeros for its rest: it had not flushed what it said that it
+        had. Zeros begin in its two lines: objects behind whole lines are damaged objects, and no torn entry."""
+        file = self._file(path)
+        size = len(file.data)
+        if chance.random() < 0.5:
+            file.data = file.flushed = file.data[: chance.randrange(size)]
+            return
+        end = file.data.index(b"\n", file.data.index(b"\n") + 1)
+        kept = chance.randrange(end)
+        file.data = file.flushed = file.data[:kept] + bytes(size - kept)
 
     def is_durable(self, path: str) -> bool:
         """Whether the file is there after a power cut, with the bytes that it has now."""

@@ -20,11 +20,13 @@ from strawq.errors import StrawqError
 from strawq.limits import FORMAT_VERSION
 from strawq.model import PoolHeader, QueueConfig
 from strawq.pool import DEFAULT_QUEUE
-from strawq.storage.faulty import Fault, FaultPlan
+from strawq.storage import layout
+from strawq.storage.faulty import Crash, Fault, FaultPlan
 from strawq.storage.files import Buffer
 from strawq.storage.header import create_pool
+from strawq.storage.memory import CrashPolicy
 from strawq.storage.replay import genesis
-from strawq.testing.simulation import actors
+from strawq.testing.simulation import actors, operators
 from strawq.testing.simulation.book import Book
 from strawq.testing.simulation.host import Process
 from strawq.testing.simulation.scheduler import Scheduler
@@ -71,6 +73,9 @@ class World:
         self.trace: deque[str] = deque(maxlen=120)
         self.calls = 0
         self.power_cuts = 0
+        self.torn_entries = 0
+        self.cut_at_publish = False
+        self.mended_at = -1e9
         self._listen = listen
         self._history = blake3.blake3()
         self.processes: list[Process] = []
@@ -81,10 +86,10 @@ class World:
             Slot("producer", actors.Producer, 1),
             Slot("trainer", actors.Trainer, 1),
             Slot("trainer", actors.Trainer, 1),
-            Slot("operator", actors.Operator, 1),
-            Slot("collector", actors.Collector, 1),
-            Slot("collector", actors.Collector, 1),
-            Slot("auditor", actors.Auditor, 1),
+            Slot("operator", operators.Operator, 1),
+            Slot("collector", operators.Collector, 1),
+            Slot("collector", operators.Collector, 1),
+            Slot("auditor", operators.Auditor, 1),
         ]
 
     def create(self) -> None:
@@ -98,6 +103,7 @@ class World:
         self.memory.truth = self.truth
         self.memory.beat = self._beat
         self.truth.watch_expiry = self._expired
+        self.truth.watch_mending = self._mended
         first = self.process("first", {})
         first.pool.configure(
             DEFAULT_QUEUE,
@@ -201,7 +207,10 @@ class World:
             self.scheduler.sleep(self.chance.expovariate(1 / self.settings.chaos_s))
             if self._cuts_at and self._cuts_at[0] <= self.scheduler.now:
                 self._cuts_at.pop(0)
-                self.cut_power()
+                if self.chance.random() < 0.5:
+                    self.cut_power()
+                else:
+                    self.cut_at_publish = True
                 continue
             alive = [slot for slot in self.slots if slot.process is not None and not slot.process.dead]
             if alive:
@@ -244,9 +253,32 @@ class World:
         self.say("everything", "loses power")
         for slot in self.slots:
             self.kill(slot)
-        self.memory.crash(self.chance, self.chance.choice(["drop", "mixed", "mixed"]))
+        newest = layout.entry(self.truth.seq)
+        loose = self.truth.seq > self.truth.acknowledged_seq and not self.memory.is_durable(newest)
+        torn = loose and self.chance.random() < self.settings.torn
+        policies: list[CrashPolicy] = ["mixed", "keep"] if torn else ["drop", "mixed", "mixed"]
+        self.memory.crash(self.chance, self.chance.choice(policies))
+        if torn and self.memory.holds(newest):
+            self.say("everything", f"has torn {newest}")
+            self.memory.tear(newest, self.chance)
+            self.truth.torn = self.truth.seq
+            self.torn_entries += 1
         self.power_cuts += 1
         self.truth.power_cut()
+
+    def _mended(self) -> None:
+        self.mended_at = self.scheduler.now
+
+    def torn_lately(self) -> bool:
+        """Whether a process that looked at the newest entry may have seen half of it, and have waited since."""
+        return bool(self.truth.torn) or self.scheduler.now - self.mended_at < 4.0
+
+    def published(self, path: str) -> None:
+        """A name has appeared and nobody was told: a good moment for a power cut."""
+        if self.cut_at_publish and path.startswith("log/"):
+            self.cut_at_publish = False
+            self.cut_power()
+            raise Crash(f"the power went after the publish of {path}")
 
     def supervise(self) -> None:
         while True:
@@ -267,6 +299,7 @@ class World:
         try:
             self.scheduler.run(self.settings.duration_s)
             self.scheduler.died(weather)
+            self.cut_at_publish = False
             self.finish()
         finally:
             self.memory.truth = None
@@ -291,6 +324,7 @@ class History:
     events: dict[str, int]
     ghosts: int
     power_cuts: int
+    torn: int
 
 
 def simulate(seed: int, listen: Callable[[str], Any] | None = None, settings: Settings | None = None) -> History:
@@ -318,4 +352,5 @@ def simulate(seed: int, listen: Callable[[str], Any] | None = None, settings: Se
             counts,
             world.truth.ghosts,
             world.power_cuts,
+            world.torn_entries,
         )
