@@ -44,12 +44,17 @@ def finish_all(world: World) -> None:
 
 
 def read_everything(world: World, process: Process) -> None:
-    """Every group of the active branch, of every checkpoint and of every branch that was left is what was saved."""
+    """Every group of the active branch, of every checkpoint, of every branch that was left and of every archive is what
+    was saved."""
     reader = actors.Actor(world, process)
     state = process.pool.log.refresh(lambda machine: machine.state)
     world.truth.follows(process.pool.log.machine.seq, process.pool.log.tip, process.name)
     world.truth.same(state, process.name)
     book = world.book
+    for archive in state.archives.values():
+        for task in archive.tasks:
+            held = Held(task, {part.object: state.objects[part.object] for part in task.parts})
+            reader.check(process.pool.payloads.load(held), task.id, book.archives[archive.name].notes[task.id])
     lines: list[tuple[Branch, Line]] = [(state.branch, book.line)]
     lines += [(thaw_branch(point.image, Journal()), book.kept[point.name]) for point in state.checkpoints.values()]
     lines += [
