@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strawq.errors import BadInput
-from strawq_workers.admission import divide_samples, divide_slots, shares, total_slots
+from strawq_workers.admission import divide_samples, divide_slots, share_of, shares, total_slots
 
 
 @given(st.integers(1, 64), st.integers(1, 512), st.integers(1, 64), st.integers(1, 32))
@@ -70,3 +70,27 @@ def test_two_workers_of_one_name_are_refused() -> None:
         shares([1, 1], ["a", "a"])
     with pytest.raises(BadInput, match="distinct"):
         shares([1, 1], ["a"])
+
+
+@given(st.integers(1, 400), st.integers(1, 16), st.integers(1, 40))
+def test_live_workers_divide_all_slots_and_only_those_that_came_too_late_get_none(
+    slots: int, group: int, count: int
+) -> None:
+    workers = [f"w{number}" for number in range(count)]
+    most = slots // group
+    given_out = []
+    for position, worker in enumerate(workers):
+        if position >= most:
+            with pytest.raises(BadInput, match="every worker needs room for one group"):
+                share_of(slots, group, workers, worker)
+        else:
+            given_out.append(share_of(slots, group, workers, worker))
+    assert sum(given_out) == (most if most else 0) and all(share >= 1 for share in given_out)
+    assert not given_out or max(given_out) - min(given_out) <= 1
+
+
+def test_a_worker_that_is_not_among_the_live_ones_has_no_share() -> None:
+    with pytest.raises(BadInput, match="is not one of"):
+        share_of(16, 2, ["a", "b"], "c")
+    with pytest.raises(BadInput, match="distinct"):
+        share_of(16, 2, ["a", "a"], "a")

@@ -1,0 +1,159 @@
+"""How old a group may be: what a worker admits, drops, and delivers late."""
+
+import asyncio
+import logging
+
+import pytest
+
+from strawq import Prompt
+from strawq.samples import Group, Sample, VersionSpan
+from strawq_workers.worker.freshness import STALE_DROPS
+
+WAIT_S = 20
+
+
+def partial(stage, version: str, *, count: int = 8, metadata=None) -> None:
+    """A pending group whose tokens are of `version`."""
+    stage.queue.submit([Prompt(group_id="old", tokens=[5, 6, 7])])
+    (lease,) = stage.queue.acquire(1)
+    work = stage.queue.open(lease)
+    record = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
+    from strawq.samples import SegmentInfo
+
+    samples = tuple(
+        Sample(
+            index, tokens=[9] * count, logprobs=[-1.0] * count, versions=(VersionSpan(0, count, version),),
+            status="aborted", segments=(SegmentInfo(0, count, record, "original"),),
+            metadata=dict(metadata or {}) if index == 0 else {},
+        )
+        for index in range(2)
+    )  # fmt: skip
+    stage.queue.yield_(work, Group(lease.task, work.group.prompt, samples))
+
+
+def drop(**changes):
+    return {"max_staleness": 1, "staleness_policy": "drop", **changes}
+
+
+async def test_a_prefix_beyond_the_budget_is_thrown_away_and_its_prompt_starts_anew(stage_of):
+    async with stage_of(weight_version="5") as stage:
+        partial(stage, "3")
+        stage.queue.seal()
+        stage.pool.publish_version(5)
+        summary = await stage.run(**drop())
+        assert summary.counters.stale_drops == 1 and summary.counters.tokens_discarded == 16
+        assert summary.counters.tokens_generated == 48 and summary.counters.groups_accepted == 1
+        (group,) = stage.groups(stage="ready")
+        for sample in group.samples:
+            assert [span.version for span in sample.versions] == ["5"] and len(sample.tokens) == 24
+        assert group.samples[0].metadata == {STALE_DROPS: 1}, "the account of the prompt goes with the group"
+
+
+async def test_a_prefix_within_the_budget_is_continued(stage_of):
+    async with stage_of(weight_version="5") as stage:
+        partial(stage, "4")
+        stage.queue.seal()
+        stage.pool.publish_version(5)
+        summary = await stage.run(**drop())
+        assert summary.counters.stale_drops == 0 and summary.counters.tokens_generated == 32
+
+
+async def test_versions_that_are_no_numbers_have_no_age(stage_of):
+    async with stage_of(weight_version="default") as stage:
+        partial(stage, "step-3")
+        stage.queue.seal()
+        stage.pool.publish_version(5)
+        summary = await stage.run(**drop())
+        assert summary.counters.stale_drops == summary.counters.stale_late == 0
+
+
+async def test_a_prompt_that_was_dropped_as_often_as_allowed_is_delivered_late_and_warned_about_before(
+    stage_of, caplog
+):
+    async with stage_of(weight_version="5") as stage:
+        partial(stage, "3", metadata={STALE_DROPS: 1})
+        stage.pool.publish_version(5)
+        stage.queue.seal()
+        with caplog.at_level(logging.WARNING, "strawq.worker"):
+            summary = await stage.run(**drop(stale_drops_max=2, groups_max=1))
+        assert summary.counters.stale_drops == 1
+        warned = [
+            record.getMessage()
+            for record in caplog.records
+            if "dropped as stale, 2 of at most 2" in record.getMessage()
+        ]
+        assert len(warned) == 1 and "prompt old" in warned[0] and "raise it" in warned[0]
+
+
+async def test_a_prompt_that_has_used_up_its_drops_is_delivered_late_and_counted(stage_of):
+    async with stage_of(weight_version="5") as stage:
+        partial(stage, "3", metadata={STALE_DROPS: 2})
+        stage.pool.publish_version(5)
+        stage.queue.seal()
+        summary = await stage.run(**drop(stale_drops_max=2))
+        assert (summary.counters.stale_drops, summary.counters.stale_late) == (0, 1)
+        assert summary.counters.tokens_generated == 32 and summary.counters.groups_accepted == 1
+
+
+async def test_a_group_that_gets_too_old_while_it_is_scored_goes_back_without_tokens(stage_of):
+    import hooks_for_tests as hooks
+
+    hooks.release.clear()
+    hooks.calls["waits"] = 0
+    async with stage_of(weight_version="1") as stage:
+        stage.submit(1)
+        stage.pool.publish_version(1)
+        worker = stage.start(**drop(reward="hooks_for_tests:waits", groups_max=1))
+        await stage.until("the hook is called", lambda: hooks.calls["waits"] == 2, worker)
+        await asyncio.to_thread(stage.pool.publish_version, 3)
+        await stage.until("the worker knows", lambda: stage.worker.place.served == "3", worker)
+        hooks.release.set()
+        summary = await worker
+        assert summary.counters.groups_yielded == 1 and summary.counters.groups_accepted == 0
+        (held,) = stage.held(session="")
+        assert held.task.stage != "ready" and held.task.failures == 0
+        group = stage.pool.payloads.load(held)
+        assert not any(len(sample.tokens) for sample in group.samples)
+        assert group.samples[0].metadata == {STALE_DROPS: 1}
+
+
+@pytest.mark.parametrize("policy", ["admit", "oldest_first"])
+async def test_no_more_than_the_budgets_batches_are_unconsumed_whoever_holds_them(stage_of, policy):
+    async with stage_of() as stage:
+        stage.submit(12, seal=False)
+        worker = stage.start(max_staleness=1, staleness_policy=policy, batch_groups=2)
+        await stage.until("two batches are ready", lambda: stage.queue.counts().ready == 4, worker)
+        for _ in range(3):  # several looks later it is still so
+            await asyncio.wait_for(one_look(stage), WAIT_S)
+            counts = stage.queue.counts()
+            assert counts.ready == 4 and counts.fresh_leased == 0
+        taken = await asyncio.to_thread(stage.queue.take_batch, 2)
+        await asyncio.wait_for(one_look(stage), WAIT_S)
+        assert stage.queue.counts().ready == 2, "a batch that is being trained on still counts"
+        await asyncio.to_thread(stage.queue.finish_batch, taken.batch)
+        await stage.until("the next batch is made", lambda: stage.queue.counts().ready == 4, worker)
+        assert stage.queue.counts().fresh_pending == 6
+
+
+async def one_look(stage) -> None:
+    looked = asyncio.Event()
+    take = stage.worker.watcher._take
+
+    def noticed(around):
+        take(around)
+        looked.set()
+
+    stage.worker.watcher._take = noticed
+    await looked.wait()
+    stage.worker.watcher._take = take
+
+
+async def test_two_workers_keep_one_budget(stage_of):
+    async with stage_of(tokens_per_second=60) as stage:
+        stage.submit(12, seal=False)
+        first = stage.start(max_staleness=0, staleness_policy="admit", batch_groups=3, workers=2)
+        await stage.until("a batch is leased", lambda: len(stage.held(stage="fresh")) == 3, first)
+        second = stage.start(max_staleness=0, staleness_policy="admit", batch_groups=3, workers=2, worker_index=1)
+        await stage.until("a batch is ready", lambda: stage.queue.counts().ready == 3, second)
+        await asyncio.wait_for(one_look(stage), WAIT_S)
+        assert stage.queue.counts().ready == 3 and stage.queue.counts().fresh_pending == 9
