@@ -1,0 +1,201 @@
+"""`strawq rollout` in each mode, with both transports, on local storage and on a JuiceFS mount."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import rollout_hooks as hooks
+from scene import SLOW
+
+from strawq import Pool
+from strawq.cli import main
+
+MODES = pytest.mark.parametrize("mode", ["sync", "partial", "fully-async"])
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("STRAWQ_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"input": f"prompt {row}"}) + "\n" for row in range(1000)))
+    return file
+
+
+@pytest.fixture
+def rollout(capsys, prompts):
+    """`strawq rollout --json` with small numbers; its answer."""
+
+    def call(*words, code=0):
+        usual = [
+            "--prompt-data", prompts, "--rollout-batch-size", 3, "--n-samples-per-prompt", 2, "--num-rollout", 3,
+            "--rollout-max-response-len", 16, "--sglang-server-concurrency", 16, "--rollout-queue-lease-seconds", 20,
+        ]  # fmt: skip
+        capsys.readouterr()
+        ended = main(["rollout", "--json", *map(str, usual), *map(str, words)])
+        told = capsys.readouterr()
+        assert "Traceback" not in told.out + told.err and told.out.count("\n") == 1
+        assert ended == code, told
+        return json.loads(told.out)
+
+    return call
+
+
+def trained_once(told, mode):
+    """Three whole batches, no group in two of them, versions one after the other."""
+    assert told["mode"] == mode and not told["data_ended"] and len(told["rollouts"]) == 3
+    prompts = [number for batch in told["rollouts"] for number in batch["prompts"]]
+    assert len(prompts) == len(set(prompts)) == 9
+    assert [batch["version"] for batch in told["rollouts"]] == ["1", "2", "3"]
+    assert all(batch["groups"] == 3 and batch["tokens"] == 3 * 2 * 16 for batch in told["rollouts"])
+    return prompts
+
+
+def nothing_held(pool, prompts):
+    """Every prompt that was submitted is somewhere, and nobody holds one."""
+    with Pool.open(pool) as opened:
+        counts = opened.queue().counts()
+        assert counts.trained == len(prompts) and counts.in_batch == counts.failed == 0
+        assert counts.fresh_leased == counts.partial_leased == 0
+        waiting = counts.fresh_pending + counts.partial_pending + counts.ready
+        assert counts.total == counts.trained + waiting
+        assert opened.inspect().sessions == []
+
+
+def workers(mode):
+    return ["--rollout-workers", 1] if mode == "fully-async" else []
+
+
+@MODES
+def test_three_rollouts_on_a_pool(rollout, engine, tmp_path, mode):
+    told = rollout(
+        "--mode", mode, "--rollout-data-transport", "straw", "--rollout-data-dir", tmp_path / "pool",
+        "--engine", engine.url, *workers(mode),
+    )  # fmt: skip
+    nothing_held(tmp_path / "pool", trained_once(told, mode))
+    assert engine.running() == 0
+
+
+@MODES
+def test_three_rollouts_in_memory(rollout, engine, mode):
+    told = rollout("--mode", mode, "--rollout-data-transport", "object-store", "--engine", engine.url)
+    trained_once(told, mode)
+    assert engine.running() == 0
+
+
+@pytest.mark.juicefs
+@MODES
+def test_three_rollouts_on_a_juicefs_mount(rollout, engine, juicefs_pair, mode):
+    pool = juicefs_pair[0] / "pool"
+    told = rollout(
+        "--mode", mode, "--rollout-data-transport", "straw", "--rollout-data-dir", pool, "--engine", engine.url,
+        "--rollout-storage-profile", "juicefs", *workers(mode),
+    )  # fmt: skip
+    nothing_held(juicefs_pair[1] / "pool", trained_once(told, mode))
+
+
+@pytest.mark.parametrize("engine", [SLOW], indirect=True)
+@pytest.mark.parametrize("transport", ["straw", "object-store"])
+def test_partial_rollouts_go_on_from_tokens_that_were_there(rollout, engine, tmp_path, transport):
+    hooks.gate["ready"] = lambda: engine.generated() > 6 * 60 + 6 * 4
+    told = rollout(
+        "--mode", "partial", "--rollout-data-transport", transport, "--rollout-data-dir", tmp_path / "pool",
+        "--engine", engine.url, "--rollout-max-response-len", 60, "--custom-rm-path", "rollout_hooks.when_ready",
+    )  # fmt: skip
+    hooks.gate["ready"] = lambda: True
+    resumed = [batch["metrics"]["worker/tokens_resumed"] for batch in told["rollouts"]]
+    assert resumed[0] == 0 and resumed[1] > 0
+    assert all(batch["tokens"] == 3 * 2 * 60 and batch["reward_mean"] == 1.0 for batch in told["rollouts"])
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_back_to_an_earlier_one(rollout, engine, tmp_path):
+    save = tmp_path / "save"
+    flags = ["--rollout-data-transport", "straw", "--save", save, "--save-interval", 1, "--engine", engine.url]
+    first = rollout(*flags)
+    assert [batch["saved"] for batch in first["rollouts"]] == [True] * 3
+    on = rollout(*flags, "--load", save, "--num-rollout", 5)
+    assert on["start_rollout_id"] == 3 and [batch["version"] for batch in on["rollouts"]] == ["4", "5"]
+    back = rollout(*flags, "--load", save, "--ckpt-step", 0)
+    assert back["start_rollout_id"] == 1 and back["resumed"] == "rolled back"
+    # What was trained after the checkpoint is trained again, on the line that starts there.
+    assert back["rollouts"][0]["prompts"] == first["rollouts"][1]["prompts"]
+    assert engine.running() == 0
+
+
+def test_evaluations_are_told_with_their_rollout(rollout, engine, prompts, tmp_path):
+    told = rollout(
+        "--rollout-data-transport", "straw", "--rollout-data-dir", tmp_path / "pool", "--engine", engine.url,
+        "--eval-interval", 2, "--eval-prompt-data", "few", f"{prompts}@[0:4]", "--custom-rm-path", "rollout_hooks.one",
+    )  # fmt: skip
+    assert [batch["evaluation"] is not None for batch in told["rollouts"]] == [False, True, False]
+    assert told["rollouts"][1]["evaluation"]["eval/few"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--rollout-bach-size", 3], "unrecognized arguments: --rollout-bach-size"),
+        (["--engine", "http://127.0.0.1:9", "--embedded-engine"], "--embedded-engine starts an engine"),
+        ([], "no engine: name one with --engine URL"),
+        (["--embedded-engine", "--rollout-data-transport", "straw"], "requires --rollout-data-dir or --save"),
+        (["--embedded-engine", "--over-sampling-batch-size", 1], "less than --rollout-batch-size"),
+        (["--embedded-engine", "--mode", "sync", "--rollout-function-path", "a.b"], "leave one of them out"),
+        (["--embedded-engine", "--prompt-data", "/nowhere.jsonl"], "/nowhere.jsonl cannot be read"),
+        (
+            ["--embedded-engine", "--mode", "fully-async", "--rollout-data-transport", "straw", "--rollout-data-dir",
+             "/tmp/nowhere", "--eval-interval", 1],
+            "distributed fully-async rollout doesn't support evaluation mode",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_obeyed_is_refused_in_one_line(rollout, words, says):
+    told = rollout(*words, code=2)
+    assert says in told["error"]["message"]
+
+
+def test_an_engine_that_does_not_answer_is_exit_code_4(rollout, tmp_path):
+    flags = ["--rollout-data-transport", "straw", "--rollout-data-dir", tmp_path / "pool"]
+    told = rollout(*flags, "--engine", "http://127.0.0.1:9", code=4)
+    assert "127.0.0.1:9" in told["error"]["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_gives_everything_back_and_the_next_run_goes_on(prompts, tmp_path, number):
+    pool, save = tmp_path / "pool", tmp_path / "save"
+    flags = [
+        "--rollout-data-transport", "straw", "--rollout-data-dir", pool, "--save", save, "--save-interval", 1,
+        "--rollout-queue-lease-seconds", 20, "--prompt-data", prompts, "--rollout-batch-size", 3,
+        "--n-samples-per-prompt", 2, "--mode", "partial",
+    ]  # fmt: skip
+    words = [
+        sys.executable, "-m", "strawq", "rollout", "--json", "--embedded-engine", "--rollout-max-response-len", "200",
+        *map(str, flags),
+    ]  # fmt: skip
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*words, "--num-rollout", "1000"], start_new_session=True, **pipes)
+    try:
+        for line in process.stderr:
+            if "rollout 1:" in line:
+                break
+        # As a terminal does it: every process of the group is told.
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130}[number], said
+    assert "Traceback" not in said
+    with Pool.open(pool) as opened:
+        counts = opened.queue().counts()
+        assert counts.fresh_leased == counts.partial_leased == 0 and opened.inspect().sessions == []
+        trained = opened.queue().counts().trained // 3
+    on = subprocess.run([*words, "--load", str(save), "--num-rollout", str(trained + 2)], timeout=60, **pipes)
+    assert on.returncode == 0 and json.loads(on.stdout)["start_rollout_id"] in (trained, trained + 1), on
