@@ -142,8 +142,9 @@ def load_pair(pool: Pool, queue_name: str, args: Any, rollout_id: int | None = N
     bases = directories(args)
     history = read_history(pool)
     asked = _asked(args, rollout_id)
-    if asked is not None and asked < 0:
-        return _from_the_start(pool, queue_name, bases, history)
+    began = _began_after(history)
+    if asked is not None and (asked < 0 or asked == began):
+        return _from_the_start(pool, queue_name, bases, history, asked)
     found = candidates(pool, bases, history)
     chosen, skipped = _exact(pool, queue_name, found, asked, bases) if asked is not None else _newest(found, bases)
     for reason in skipped:
@@ -214,49 +215,73 @@ def _newest(found: list[Candidate], bases: tuple[Path, ...]) -> tuple[Candidate 
 
 
 def _without_pair(pool: Pool, queue_name: str, asked: int | None, skipped: list[str]) -> Restored:
-    """No pair was ever committed: a new job, or one that died before its first commit."""
+    """No pair was ever committed: a new job, or one that died before its first commit. Its model is lost: what was
+    collected is still there for the next one, and if some of it was trained, all of it begins anew."""
     standing = read_standing(pool, queue_name)
-    _mark_start(pool)
-    if standing.trained:
-        logger.warning(
-            "%d groups were trained by a model that was never saved; the queue goes on behind them", standing.trained
-        )
+    began = -1 if asked is None else asked
+    if standing.trained and START in {point.name for point in pool.checkpoints()}:
+        logger.warning("%d groups were trained by a model that was never saved", standing.trained)
+        return _begin_anew(pool, began, tuple(skipped))
+    _mark_start(pool, began)
+    _free_versions(pool, began, 0, standing)
     mode: Literal["new", "same queue"] = "same queue" if standing.used else "new"
-    return Restored(mode, -1 if asked is None else asked, pool.branch(), "", tuple(skipped))
+    return Restored(mode, began, pool.branch(), "", tuple(skipped))
 
 
-def _mark_start(pool: Pool) -> None:
+def _mark_start(pool: Pool, began: int) -> None:
     """Root the queue before its first rollout, so that a model from scratch can have it again."""
     if START not in {point.name for point in pool.checkpoints()}:
-        sure(pool, lambda request: pool.checkpoint(START, {"rollout_id": -1}, request_id=request))
+        sure(pool, lambda request: pool.checkpoint(START, {"rollout_id": began}, request_id=request))
 
 
-def _from_the_start(pool: Pool, queue_name: str, bases: tuple[Path, ...], history: History) -> Restored:
-    """The model is new. If its line has commits, it begins a line of its own."""
+def _began_after(history: History) -> int:
+    """The rollout that the job's first model had seen; -1 if it came from scratch, or nobody knows."""
+    point = history.checkpoints.get(START)
+    noted: dict[str, Any] = msgspec.json.decode(point.metadata) if point is not None and point.metadata else {}
+    found = noted.get("rollout_id")
+    return found if isinstance(found, int) else -1
+
+
+def _free_versions(pool: Pool, rollout_id: int, resumed: int, now: Standing) -> None:
+    """A model that was lost had published versions whose numbers the resumed one uses again: a version without a number
+    in between lets it. `resumed` is the highest number that the resumed one may begin with."""
+    if policy_number(now.policy_version) > resumed:
+        sure(pool, lambda request: pool.publish_version(f"resumed-after-{rollout_id}", request_id=request))
+
+
+def _begin_anew(pool: Pool, began: int, skipped: tuple[str, ...] = ()) -> Restored:
+    left = pool.branch()
+    branch = sure(pool, lambda request: pool.rollback(START, request_id=request))
+    logger.warning("the queue starts anew on branch %s; %s is left and kept", branch, left)
+    return Restored("rolled back", began, branch, START, skipped)
+
+
+def _from_the_start(pool: Pool, queue_name: str, bases: tuple[Path, ...], history: History, asked: int) -> Restored:
+    """The model is the one that the job began with. If its line has commits, it begins a line of its own."""
     found = candidates(pool, bases, history, check_model=False)
     foreign = [candidate.fault for candidate in found if candidate.commit and not is_of(pool, candidate.commit)]
     if foreign:
         raise BadInput(f"{foreign[0]}; or choose a --save of its own for this pool")
     if not found:
-        return _without_pair(pool, queue_name, -1, [])
+        return _without_pair(pool, queue_name, asked, [])
     if START not in history.checkpoints:
         raise BadInput(
             f"the trainer starts from scratch, and {pool.path} has no checkpoint {START} any more: give --load to "
             "go on "
             "from a pair, or a new --save and --rollout-data-dir"
         )
-    branch = sure(pool, lambda request: pool.rollback(START, request_id=request))
-    logger.warning(
-        "the trainer starts from scratch in a directory with commits: the queue starts anew on branch %s (the old one, "
-        "%s, is kept)", branch, history.branch,
-    )  # fmt: skip
-    return Restored("rolled back", -1, branch, START)
+    return _begin_anew(pool, asked)
 
 
 def _restore(
     pool: Pool, queue_name: str, commit: Commit, history: History, found: list[Candidate], skipped: tuple[str, ...]
 ) -> Restored:
-    if _is_tip(commit, history, found) and _has_seen_all(commit, read_standing(pool, queue_name)):
+    now = read_standing(pool, queue_name)
+    if _is_tip(commit, history, found) and _has_seen_all(commit, now):
+        saved = policy_number(commit.policy_version)
+        if saved != UNVERSIONED:
+            # One further version is its own: its engines got it after it was saved.
+            _free_versions(pool, commit.rollout_id, saved + 1, now)
         logger.info("going on after rollout %d with the queue as it is, on branch %s", commit.rollout_id, pool.branch())
         return Restored("same queue", commit.rollout_id, pool.branch(), commit.checkpoint, skipped)
     bindings = {"model": model_binding(commit)}
@@ -281,16 +306,13 @@ def _is_tip(commit: Commit, history: History, found: list[Candidate]) -> bool:
 
 
 def _has_seen_all(commit: Commit, now: Standing) -> bool:
-    """Whether the model has seen every group that was trained on the branch, and has no lost successor whose version
-    numbers it would use again: one further version is its own, which the engines got after it was saved."""
+    """Whether the model has seen every group that was trained on the branch."""
     finished = sum(
         count
         for consumer, count in commit.open_batches.items()
         if is_up_to(consumer, commit.rollout_id) and consumer not in now.open_batches
     )
-    saved, served = policy_number(commit.policy_version), policy_number(now.policy_version)
-    successor = UNVERSIONED not in (saved, served) and served > saved + 1
-    return now.trained == commit.trained + finished and not successor
+    return now.trained == commit.trained + finished
 
 
 def is_up_to(consumer: str, rollout_id: int) -> bool:

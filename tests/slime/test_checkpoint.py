@@ -185,14 +185,28 @@ def test_a_resume_rolls_back_what_the_model_has_not_seen(job: Job) -> None:
     assert [job.train(rollout_id) for rollout_id in range(1, 4)] == later
 
 
-def test_versions_that_a_lost_model_published_are_rolled_back(job: Job) -> None:
+def test_a_resumed_trainer_may_use_the_version_numbers_of_a_lost_model(job: Job) -> None:
     job.start(-1)
     job.train(0, save=True)
-    job.train(1)
+    job.work(2)
+    batch = job.train(1)
+    job.pool.publish_version("3")
+    restored = job.start(0)
+    assert (restored.mode, job.pool.policy_version()) == ("same queue", "resumed-after-0")
     job.pool.publish_version("2")
-    job.train(2)
-    assert job.start(0).mode == "rolled back"
-    job.pool.publish_version("1")  # the resumed trainer's own numbers
+    assert [group[0].group_index for group in job.source.collect(1, 2, timeout=0)] == batch
+
+
+def test_a_model_that_was_lost_before_its_first_commit_begins_anew_if_it_had_trained(job: Job) -> None:
+    job.start(-1)
+    batches = [job.train(rollout_id) for rollout_id in range(2)]
+    restored = job.start(-1)
+    assert (restored.mode, job.pool.policy_version()) == ("same queue", "resumed-after--1")
+    assert [job.train(rollout_id) for rollout_id in range(3)][:2] == batches  # the third finishes the first
+    restored = job.start(-1)
+    assert (restored.mode, restored.branch) == ("rolled back", "branch-2")
+    assert (job.counts().trained, job.pool.policy_version()) == (0, "")
+    assert job.train(0) == batches[0]
 
 
 def test_ckpt_step_rolls_back_and_fences_who_works_there(job: Job) -> None:
@@ -322,6 +336,12 @@ def test_a_model_from_a_job_without_a_queue_starts_an_empty_one(job: Job) -> Non
     assert (restored.mode, restored.rollout_id) == ("new", 41)
     assert "without this queue" in restored.skipped[0]
     assert job.train(42) == [0, 1]
+    assert job.start(41).mode == "same queue"  # it died before its first commit
+    assert job.train(42, save=True) == [0, 1]
+    assert job.start(42).mode == "same queue"
+    assert job.start(41).checkpoint == "rollout-start"
+    with pytest.raises(BadInput, match=r"committed_40\.json is missing"):
+        job.start(40)
 
 
 # -- lines ------------------------------------------------------------------------------------------------------------
