@@ -85,7 +85,10 @@ def load_state(data: bytes | memoryview, seq: int) -> State:
     try:
         image = _state_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Damaged(f"snapshot {seq} does not hold a state ({error}); remove it, older ones serve") from error
+        # Its bytes are those that were written: they have been checked against their digest.
+        raise Damaged(
+            f"snapshot {seq} holds what this version of strawq does not know ({error}); use a newer strawq"
+        ) from error
     state = State()
     state.seq = seq
     state.branches.drop("main")

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow.feather import read_feather
 
 from strawq import Pool, Prompt
 from strawq.storage.packs import PackHeader
+from strawq.testing.scenes import GROUP_TOKENS, completed
+from strawq.trimming import trim_log
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
 from tools.golden_pool import TOKENS, answer, complete
@@ -102,3 +106,29 @@ def test_the_pages_lines_open_an_export(run: Run, stored: Path, tmp_path: Path) 
     frame = seen["exported"]
     assert frame["tokens"].to_list() == [answer(0, n).tokens.tolist() for n in range(GROUPS)]
     assert frame["tensors"].to_list() == [["r3", "sc"]] * GROUPS
+
+
+def test_each_of_them_opens_a_merged_file_as_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strawq.trimming.ENTRIES_PER_SEGMENT", 1)
+    root = tmp_path / "pool"
+    with Pool.init(root, background=False) as pool:
+        queue = pool.queue()
+        for n in range(GROUPS):
+            queue.submit([Prompt(f"g{n}", np.array([1, 2, n], np.int32), f"q{n}")])
+            completed(queue, queue.open(queue.acquire(1).leases[0]))
+        for version in (1, 2):
+            pool.snapshot()
+            pool.publish_version(version)
+        assert trim_log(pool, keep_entries=0).moved == 2 * GROUPS
+    asked, answered = sorted(root.glob("objects/*/*/*.arrow"), key=lambda path: "sample" in polars.read_ipc(path))
+    names = [f"g{n}" for n in range(GROUPS)]
+    for path in (asked, answered):
+        records = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        assert records["group_id"].to_pylist() == names
+        assert polars.read_ipc(path)["group_id"].to_list() == names
+        assert polars.scan_ipc(path).select("group_id").collect()["group_id"].to_list() == names
+        assert list(read_feather(path)["group_id"]) == names
+        assert duckdb.sql("select count(*), sum(len(tokens)) from records").fetchall()[0][0] == GROUPS
+    assert polars.read_ipc(answered)["tokens"].to_list() == [
+        [sum(map(ord, name)) * 100 + at for at in range(GROUP_TOKENS)] for name in names
+    ]
