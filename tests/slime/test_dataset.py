@@ -133,7 +133,7 @@ def test_a_bad_row_is_named_before_anything_is_generated(tmp_path: Path, line: s
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="nowhere.jsonl cannot be read"):
+    with pytest.raises(BadInput, match=r"nowhere.jsonl cannot be read"):
         dataset(str(tmp_path / "nowhere.jsonl"))
 
 
