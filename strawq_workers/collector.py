@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +23,8 @@ from strawq.handles import Batch, Held
 from strawq.model import UNVERSIONED, policy_number
 from strawq.pool import Pool
 from strawq.samples import Group
-from strawq_workers.admission.staleness import staleness_of
+from strawq_workers.admission.staleness import Candidate, Policy, StalenessBudget, staleness_of
+from strawq_workers.rates import Rates
 
 log = logging.getLogger("strawq.collector")
 
@@ -65,9 +66,10 @@ class Shard:
 class CollectedBatch(Shard):
     """A batch in this trainer's hands. `served` is the policy version when it was taken."""
 
-    def __init__(self, pool: Pool, batch: Batch, served: str) -> None:
+    def __init__(self, pool: Pool, batch: Batch, served: str, rates: Mapping[str, float] | None = None) -> None:
         super().__init__(pool, batch, batch.groups)
         self.served = served
+        self._rates = dict(rates or {})
 
     @property
     def id(self) -> str:
@@ -80,11 +82,12 @@ class CollectedBatch(Shard):
 
     def metrics(self) -> dict[str, float]:
         """Staleness under slime's names: served version minus the oldest version of a group's tokens, over the groups
-        for which both are numbers; the others are counted. Reads nothing."""
+        for which both are numbers; the others are counted. With it what has happened in the queue since the batch
+        before (see `Rates`), for batches of a `Collector`. Reads nothing."""
         served = policy_number(self.served)
         ages = [_age(held.task.version, served) for held in self._held]
         known = [age for age in ages if age is not None]
-        found: dict[str, float] = {"rollout/staleness/unknown_count": len(ages) - len(known)}
+        found: dict[str, float] = {**self._rates, "rollout/staleness/unknown_count": len(ages) - len(known)}
         if known:
             found["rollout/staleness/mean"] = sum(known) / len(known)
             found["rollout/staleness/max"] = max(known)
@@ -110,12 +113,26 @@ def open_shared(pool: Pool, shared: bytes) -> CollectedBatch:
 
 
 class Collector:
-    """Takes batches of one queue for one consumer. Not safe from many threads."""
+    """Takes batches of one queue for one consumer. Not safe from many threads.
 
-    def __init__(self, pool: Pool, queue: str = "rollout", consumer: str = "trainer") -> None:
+    With `max_staleness` (in versions) and the policy `oldest_first`, a batch waits for an older group whenever leaving
+    it behind would make it miss that budget, as far as versions are saved; the other policies are the workers' alone.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        queue: str = "rollout",
+        consumer: str = "trainer",
+        *,
+        max_staleness: int = -1,
+        staleness_policy: Policy = "admit",
+    ) -> None:
         self.pool = pool
         self.queue = queue
         self.consumer = consumer
+        self.max_staleness = max_staleness if staleness_policy == "oldest_first" else -1
+        self._rates: Rates | None = None
 
     def next_batch(
         self,
@@ -134,19 +151,18 @@ class Collector:
             raise BadInput(f"a batch has at least one group, not {count}")
         started = said = time.monotonic()
         delay = POLL_S
+        self._rates = self._rates or Rates(self.pool, self.queue)
         while True:
             left = None if timeout is None else started + timeout - time.monotonic()
             late = left is not None and left <= 0
-            holder = self._holder()
-            if holder is None:
+            missing = self._holder() or self._older(count)
+            if not missing:
                 taken = self.pool.queue(self.queue).take_batch(count, consumer=self.consumer, fewer=fewer and late)
                 if taken.batch is not None:
                     return self._collected(taken.batch)
                 if taken.status == "sealed":
                     return None
                 missing = taken.detail
-            else:
-                missing = holder
             if late:
                 raise TryAgain(f"no batch of {count} groups within {timeout:g} s: {missing}; {self._who_works()}")
             if time.monotonic() - said > SAY_SECONDS:
@@ -156,7 +172,8 @@ class Collector:
             delay = min(2 * delay, POLL_MAX_S)
 
     def _collected(self, batch: Batch) -> CollectedBatch:
-        collected = CollectedBatch(self.pool, batch, self.pool.policy_version())
+        rates = self._rates.since_last() if self._rates is not None else {}
+        collected = CollectedBatch(self.pool, batch, self.pool.policy_version(), rates)
         if batch.delivery > 1:
             log.info("batch %s is delivered again (%d)", batch.id, batch.delivery)
         return collected
@@ -180,6 +197,33 @@ class Collector:
 
         found: str | None = self.pool.log.refresh(view)
         return found
+
+    def _older(self, count: int) -> str:
+        """Which unfinished groups the next batch may not leave behind, in words; empty if none."""
+        if self.max_staleness < 0:
+            return ""
+
+        def view(machine: Any) -> tuple[list[Candidate], list[Candidate], str]:
+            branch = machine.state.branch
+            queue = branch.queues[self.queue]
+            ready: list[Candidate] = []
+            unfinished: list[Candidate] = []
+            if any(batch.consumer == self.consumer for batch in queue.batches.values()):
+                return ready, unfinished, ""  # one that is delivered again is not chosen anew
+            for task in queue.tasks.values():
+                version = None if task.version == UNVERSIONED else task.version
+                if not (task.batch or task.failed):
+                    done = task.stage == "ready" and task.pending
+                    (ready if done else unfinished).append(Candidate(task.id, task.id, version, task.order))
+            return ready, unfinished, branch.meta.policy_version
+
+        ready, unfinished, served = self.pool.log.refresh(view)
+        budget = StalenessBudget(self.max_staleness, "oldest_first", batch_groups=count)
+        number = policy_number(served)
+        waiting = budget.select(ready, unfinished, served_version=None if number == UNVERSIONED else number).waiting_for
+        if not waiting:
+            return ""
+        return f"older groups come first ({', '.join(waiting[:4])}): without them max_staleness would be exceeded"
 
     def _who_works(self) -> str:
         """Whether waiting makes sense, in words."""

@@ -88,12 +88,48 @@ def test_staleness_counts_from_the_oldest_token_and_unknown_apart(pool):
     fill(pool, ["3", "7", "default", "5"])
     pool.publish_version(7)
     batch = Collector(pool).next_batch(4, timeout=5)
-    assert batch.metrics() == {
-        "rollout/staleness/unknown_count": 1,
-        "rollout/staleness/mean": 2.0,
-        "rollout/staleness/max": 4,
+    found = batch.metrics()
+    assert {name: found[f"rollout/staleness/{name}"] for name in ("unknown_count", "mean", "max")} == {
+        "unknown_count": 1,
+        "mean": 2.0,
+        "max": 4,
     }
     assert [group.samples[0].versions[0].version for group in batch] == ["3", "5", "7", "default"]
+
+
+def leave_partial(pool, version):
+    """An unfinished group with tokens of this version, that nobody works on."""
+    queue = pool.queue()
+    queue.submit([Prompt(group_id="slow", tokens=[1, 2])])
+    (lease,) = queue.acquire(1, stages=("fresh",))
+    work = queue.open(lease)
+    sample = Sample(0, np.arange(3), np.full(3, -0.5), versions=(VersionSpan(0, 3, version),), status="aborted")
+    queue.yield_(work, Group(work.task, work.group.prompt, (sample,)))
+
+
+def test_with_oldest_first_a_batch_waits_for_the_older_group_that_it_would_make_too_old(pool):
+    fill(pool, ["2", "2"])
+    leave_partial(pool, "1")
+    pool.publish_version(2)
+    patient = Collector(pool, max_staleness=1, staleness_policy="oldest_first")
+    with pytest.raises(TryAgain, match=r"older groups come first \(2-0\)"):
+        patient.next_batch(2, timeout=0.05)
+    (lease,) = pool.queue().acquire(1)
+    work = pool.queue().open(lease)
+    pool.queue().complete(work, work.group)
+    batch = patient.next_batch(2, timeout=5)
+    assert names(batch) == ["slow", "g0"] and batch.metrics()["rollout/staleness/max"] == 1
+
+
+def test_other_policies_and_a_batch_that_comes_again_do_not_wait(tmp_path, pool):
+    fill(pool, ["2"] * 4)
+    leave_partial(pool, "1")
+    pool.publish_version(2)
+    with Pool.open(pool.path) as first:
+        batch = Collector(first, max_staleness=1, staleness_policy="admit").next_batch(2, timeout=5)
+        assert names(batch) == ["g0", "g1"]
+    again = Collector(pool, max_staleness=1, staleness_policy="oldest_first").next_batch(2, timeout=5)
+    assert names(again) == ["g0", "g1"] and again.delivery == 2
 
 
 def test_ranks_divide_a_batch_and_read_only_their_own_rows(pool, monkeypatch):
