@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 
 from strawq.errors import BadInput
 from strawq_workers.processes import Children
+from strawq_workers.rollout.debug_data import archive_path
 from strawq_workers.rollout.settings import straw_source
-from strawq_workers.rollout.trainer import ReferenceTrainer, Trained, TrainingSummary
+from strawq_workers.rollout.trainer import ReferenceTrainer, Trained, TrainingSummary, replay
 from strawq_workers.slime.arguments import add_rollout_arguments, validate_rollout_arguments
 
 SYNC, PARTIAL, FULLY_ASYNC = "sync", "partial", "fully-async"
@@ -55,6 +56,8 @@ def read_flags(flags: Sequence[str], mode: str) -> tuple[Any, str]:
         if args.over_sampling_batch_size is None and args.rollout_batch_size:
             args.over_sampling_batch_size = 2 * args.rollout_batch_size
     validate_rollout_arguments(args)
+    for path in filter(None, (args.save_debug_rollout_data, args.load_debug_rollout_data)):
+        archive_path(path, 0)
     if args.eval_interval and mode == FULLY_ASYNC and args.rollout_data_transport == "straw":
         raise BadInput("distributed fully-async rollout doesn't support evaluation mode: leave out --eval-interval")
     return args, mode
@@ -70,6 +73,8 @@ def run_rollouts(
     """Run the rollout side with the reference trainer. `told` gets each rollout as it ends. Raises what the rollouts
     raise; nothing is in flight then."""
     args, mode = read_flags(flags, mode)
+    if args.load_debug_rollout_data:
+        return replay(args, told)
     urls = list(engines) or list(args.rollout_engines or ())
     if embedded_engine and urls:
         raise BadInput("--embedded-engine starts an engine: leave out --engine, or use the engines that you name")

@@ -14,13 +14,12 @@ from typing import Any
 
 import msgspec
 
-from strawq.errors import TryAgain
-from strawq.model import QueueConfig
+from strawq.errors import BadInput, TryAgain
 from strawq.pool import Pool
 from strawq_workers.admission.slots import total_slots
 from strawq_workers.rollout.local_workers import LocalWorkers
 from strawq_workers.rollout.selection import refuse_all_samples_hook, select
-from strawq_workers.rollout.settings import StrawSource, batch_size, local_workers, options_of, worker_wait_s
+from strawq_workers.rollout.settings import StrawSource, batch_size, config_of, local_workers, options_of, worker_wait_s
 from strawq_workers.rollout.station import Station
 from strawq_workers.worker.options import WorkerOptions
 
@@ -50,7 +49,7 @@ class OnPool:
         self._slots = _slots(self._options)
         self.workers: LocalWorkers | None = None
         self._accepted = -1
-        _bound(straw.pool, straw.queue_name, BATCHES_AHEAD * batch_size(args) + self._slots)
+        _bound(straw.pool, straw.queue_name, batch_size(args), self._slots)
         count = local_workers(args)
         if count:
             self._on_loop(lambda: self._start(count))
@@ -166,11 +165,16 @@ def pause_workers(pool: Pool, reason: str, timeout_s: float = PAUSE_S) -> bool:
         time.sleep(0.05)
 
 
-def _bound(pool: Pool, queue: str, groups: int) -> None:
-    """Backpressure, where the queue has none of its own."""
-    config: QueueConfig = pool.log.refresh(lambda machine: machine.state.branch.queues[queue].row.config)
+def _bound(pool: Pool, queue: str, batch: int, slots: int) -> None:
+    """Backpressure, where the queue has none of its own. `BadInput` if its own leaves no room for a batch."""
+    config = config_of(pool, queue)
     if not config.max_ready:
-        pool.configure(queue, msgspec.structs.replace(config, max_ready=groups))
+        pool.configure(queue, msgspec.structs.replace(config, max_ready=BATCHES_AHEAD * batch + slots))
+    elif config.max_ready < batch:
+        raise BadInput(
+            f"queue {queue} holds back at max_ready = {config.max_ready} groups, and a batch has {batch}: "
+            f"`strawq queue {pool.path} {queue} --max-ready N`"
+        )
 
 
 def _slots(options: WorkerOptions) -> int:

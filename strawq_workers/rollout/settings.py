@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol, cast
 
 from strawq.errors import BadInput
+from strawq.model import QueueConfig
 from strawq.pool import Pool
 from strawq_workers.worker.memory import Codec
 from strawq_workers.worker.options import WorkerOptions
@@ -36,6 +37,12 @@ def straw_source(data_source: Any) -> StrawSource | None:
     """The data source, if it is one on a pool."""
     on_pool = all(hasattr(data_source, name) for name in ("pool", "queue_name", "fill", "collect"))
     return cast(StrawSource, data_source) if on_pool else None
+
+
+def config_of(pool: Pool, queue: str) -> QueueConfig:
+    """The queue's settings. Reads files."""
+    config: QueueConfig = pool.log.refresh(lambda machine: machine.state.branch.queues[queue].row.config)
+    return config
 
 
 def engine_urls(args: Any) -> tuple[str, ...]:

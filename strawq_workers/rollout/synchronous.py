@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from strawq.errors import TryAgain
+from strawq.errors import BadInput, TryAgain
 from strawq.handles import Leases
 from strawq.model import UNVERSIONED, policy_number
 from strawq.pool import Pool
@@ -124,9 +124,19 @@ class FilledSource(PoolSource):
     async def acquire(self, count: int = 1, *, request_id: str | None = None) -> Leases:
         filled = await self.run(self._straw.fill, count)
         leases = await super().acquire(count, request_id=request_id)
+        if leases.status == "backpressured" and not await self.run(self._leased):
+            # Nobody will take what is ready before the batch is complete, and nothing more may be started.
+            raise BadInput(
+                f"queue {self._straw.queue_name} holds back before the batch is complete ({leases.detail}): raise its "
+                f"max_ready and max_leased (`strawq queue`)"
+            )
         if not filled and leases.status == "empty" and await self.run(self._ended):
             return Leases("sealed", (), "the data have ended")
         return leases
+
+    def _leased(self) -> int:
+        counts = self._straw.pool.queue(self._straw.queue_name).counts()
+        return counts.fresh_leased + counts.partial_leased
 
     def _ended(self) -> bool:
         counts = self._straw.pool.queue(self._straw.queue_name).counts()

@@ -23,6 +23,8 @@ import msgspec
 
 from strawq.errors import BadInput, EngineUnavailable, StrawqError
 from strawq_workers.rollout import close_rollouts, generate_rollout, generate_rollout_fully_async
+from strawq_workers.rollout.debug_data import archive_path, load_groups, require_absent, save_groups
+from strawq_workers.rollout.in_background import InBackground
 from strawq_workers.rollout.settings import batch_size, options_of, straw_source
 from strawq_workers.rollout.station import station_of
 from strawq_workers.rollout.updates import weight_update
@@ -122,29 +124,28 @@ class ReferenceTrainer:
 
     def _rollout(self, rollout_id: int) -> Trained | None:
         started = time.monotonic()
+        kept = getattr(self.args, "save_debug_rollout_data", None)
+        if kept:
+            require_absent(archive_path(kept, rollout_id))
         output = self._generate(self.args, rollout_id, self.data_source)
         groups = output.samples
         if not groups:
             return None
+        if kept:
+            save_groups(archive_path(kept, rollout_id), groups)
         samples = [sample for group in groups for sample in flat(group)]
-        rewards = [float(s.reward) for s in samples if isinstance(s.reward, (int, float))]
         saved = self._due("save_interval", rollout_id) and self._save(rollout_id, samples)
         if not saved and straw_source(self.data_source) is not None and not getattr(self.args, "save_interval", None):
             self.data_source.finish(rollout_id)
         self._publish(rollout_id + 1)
-        return Trained(
+        return trained_on(
+            groups,
             rollout_id=rollout_id,
-            groups=len(groups),
-            samples=len(samples),
-            tokens=sum(sample.response_length for sample in samples),
-            tokens_masked=sum((sample.loss_mask or []).count(0) for sample in samples),
-            reward_mean=sum(rewards) / len(rewards) if rewards else None,
             version=str(rollout_id + 1),
-            prompts=tuple(flat(group)[0].group_index for group in groups),
             saved=saved,
             metrics=dict(output.metrics or {}),
             evaluation=self._evaluate(rollout_id) if self._due("eval_interval", rollout_id) else None,
-            seconds=round(time.monotonic() - started, 3),
+            started=started,
         )
 
     def _due(self, interval: str, rollout_id: int) -> bool:
@@ -157,6 +158,10 @@ class ReferenceTrainer:
         if not base:
             return False
         root = Path(base).expanduser()
+        station = station_of(self.data_source)
+        if isinstance(station.running, InBackground):
+            # What is in its hands is in no state of an in-memory data source: it goes back first.
+            station.stop_running()
         write_model(root, rollout_id, samples)
         self.data_source.save(rollout_id)
         _write(root / TRACKER, str(rollout_id))
@@ -174,6 +179,47 @@ class ReferenceTrainer:
         if not self._warned:
             self._warned = True
             log.warning("%s", text)
+
+
+def replay(args: Any, told: Callable[[Trained], None]) -> TrainingSummary:
+    """Train on archives of an earlier run (`--load-debug-rollout-data`) in place of generating: no engine, no data
+    source, no version."""
+    started, done = time.monotonic(), []
+    first = int(getattr(args, "start_rollout_id", None) or 0)
+    for rollout_id in range(first, num_rollout(args, 0)):
+        path = archive_path(args.load_debug_rollout_data, rollout_id)
+        began = time.monotonic()
+        groups = load_groups(path, args.load_debug_rollout_data_subsample)
+        trained = trained_on(
+            groups, rollout_id=rollout_id, version="", saved=False, metrics={}, evaluation=None, started=began
+        )
+        done.append(trained)
+        told(trained)
+    return TrainingSummary(
+        mode="replay",
+        transport="archives",
+        start_rollout_id=first,
+        rollouts=tuple(done),
+        data_ended=False,
+        resumed="",
+        seconds=round(time.monotonic() - started, 3),
+    )
+
+
+def trained_on(groups: list[list[Any]], *, started: float, **fields: Any) -> Trained:
+    """What the run says of a batch."""
+    samples = [sample for group in groups for sample in flat(group)]
+    rewards = [float(sample.reward) for sample in samples if isinstance(sample.reward, (int, float))]
+    return Trained(
+        groups=len(groups),
+        samples=len(samples),
+        tokens=sum(sample.response_length for sample in samples),
+        tokens_masked=sum((sample.loss_mask or []).count(0) for sample in samples),
+        reward_mean=sum(rewards) / len(rewards) if rewards else None,
+        prompts=tuple(flat(group)[0].group_index for group in groups),
+        seconds=round(time.monotonic() - started, 3),
+        **fields,
+    )
 
 
 def rollout_function(args: Any, mode: str) -> RolloutFunction:

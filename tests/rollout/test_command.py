@@ -138,6 +138,40 @@ def test_evaluations_are_told_with_their_rollout(rollout, engine, prompts, tmp_p
     assert told["rollouts"][1]["evaluation"]["eval/few"] == 1.0
 
 
+def test_archives_of_a_run_are_trained_on_without_an_engine(rollout, engine, tmp_path):
+    where = f"{tmp_path}/kept/{{rollout_id}}"
+    made = rollout(
+        "--rollout-data-transport", "straw", "--rollout-data-dir", tmp_path / "pool", "--engine", engine.url,
+        "--save-debug-rollout-data", where, "--custom-rm-path", "rollout_hooks.number_of",
+    )  # fmt: skip
+    generated = engine.generated()
+    again = rollout("--load-debug-rollout-data", where)
+    for name in ("prompts", "tokens", "reward_mean", "groups", "samples"):
+        assert [batch[name] for batch in again["rollouts"]] == [batch[name] for batch in made["rollouts"]]
+    part = rollout("--load-debug-rollout-data", where, "--load-debug-rollout-data-subsample", 0.4)
+    assert [batch["groups"] for batch in part["rollouts"]] == [1, 1, 1] and engine.generated() == generated
+    told = rollout(
+        "--rollout-data-transport", "straw", "--rollout-data-dir", tmp_path / "other", "--engine", engine.url,
+        "--save-debug-rollout-data", where, code=2,
+    )  # fmt: skip
+    assert "holds an archive already" in told["error"]["message"] and engine.generated() == generated
+    assert "must contain {rollout_id}" in rollout("--load-debug-rollout-data", "/x", code=2)["error"]["message"]
+
+
+def test_a_checkpoint_of_a_background_worker_has_what_was_in_its_hands(rollout, engine, tmp_path):
+    save = tmp_path / "save"
+    flags = [
+        "--mode", "fully-async", "--rollout-data-transport", "object-store", "--save", save, "--save-interval", 3,
+        "--engine", engine.url,
+    ]  # fmt: skip
+    first = rollout(*flags)
+    on = rollout(*flags, "--load", save, "--num-rollout", 12)
+    assert on["start_rollout_id"] == 3
+    numbers = [number for told in (first, on) for batch in told["rollouts"] for number in batch["prompts"]]
+    # 36 groups of prompts in order: none twice, and none left out behind the last that was begun.
+    assert len(set(numbers)) == 36 and max(numbers) < 36 + 8 + 8
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -4,8 +4,9 @@ import pytest
 import rollout_hooks as hooks
 from scene import SLOW, indices, text_of, tokens_of
 
-from strawq.errors import StrawqError
-from strawq_workers.rollout import RolloutFailed, generate_rollout
+from strawq.errors import BadInput, StrawqError
+from strawq.model import QueueConfig
+from strawq_workers.rollout import RolloutFailed, generate_rollout, generate_rollout_fully_async
 from strawq_workers.rollout.station import station_of
 
 HOOKS = "rollout_hooks"
@@ -185,3 +186,12 @@ def test_the_data_source_is_never_called_by_the_event_loop_or_two_threads_at_onc
     source = source_of("object-store")
     generate_rollout(source.args(), 0, source.data)
     assert len(source.data.threads) == 1 and "strawq-data" in next(iter(source.data.threads))
+
+
+@pytest.mark.parametrize("function", [generate_rollout, generate_rollout_fully_async])
+def test_a_queue_that_holds_back_before_a_batch_is_complete_is_an_error(source_of, engine, function):
+    source = source_of("straw")
+    source.data.pool.configure("rollout", QueueConfig(max_ready=2))
+    with pytest.raises(BadInput, match="holds back"):
+        function(source.args(), 0, source.data)
+    assert engine.running() == 0 and source.leased() == 0
