@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from strawq.errors import BadInput, Damaged, EngineUnavailable, Gone, Misaligned, OperatorNeeded, StrawqError
 from strawq.queue import Work
 from strawq.samples import Group, Prompt
-from strawq_workers.worker.place import EngineRefused, PrefixRefused
+from strawq_workers.worker.place import EngineGarbled, EngineRefused, PrefixRefused
 from strawq_workers.worker.reporting import words
 
 if TYPE_CHECKING:
@@ -62,5 +62,5 @@ async def _fail(run: GroupRun, error: StrawqError) -> None:
             return
         run.end = "failed"
     run.place.failed(run.task, words(error), standing == "dead")
-    if isinstance(error, (EngineRefused, PrefixRefused)):
+    if isinstance(error, (EngineRefused, EngineGarbled, PrefixRefused)):
         run.place.refused(error)

@@ -28,7 +28,7 @@ from strawq_workers.worker.failing import give_up
 from strawq_workers.worker.freshness import start_anew, verdict_on
 from strawq_workers.worker.generation import check_prefix, finished, next_step, take_segment
 from strawq_workers.worker.judging import judged
-from strawq_workers.worker.place import Attempt, EngineRefused, Place, PrefixRefused, first_of
+from strawq_workers.worker.place import Attempt, EngineGarbled, EngineRefused, Place, PrefixRefused, first_of
 from strawq_workers.worker.reporting import Standing, words
 from strawq_workers.worker.saving import save_as_it_grows
 
@@ -236,15 +236,16 @@ class GroupRun:
         self._empty_abort_s = min(2 * self._empty_abort_s, EMPTY_ABORT_MAX_S)
 
     async def request(self, index: int, request: GenerateRequest, stop: AnyOf) -> Segment:
-        """One request for the sample, counted; `EngineRefused` if the engine does not take it as it is."""
+        """One request for the sample, counted; `EngineRefused` if the engine does not take it as it is, `EngineGarbled`
+        if its answer makes no sense."""
         place = self.place
         flight: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._flying.add(flight)
         place.counters.requests += 1
         try:
             segment = await place.fleet.generate(request, stop)
-        except Misaligned:
-            raise
+        except Misaligned as error:
+            raise EngineGarbled(str(error)) from error
         except AbortUnconfirmed as error:
             self._unconfirmed.add(index)
             place.unconfirmed.note(self.attempt, index, error.engine_url)

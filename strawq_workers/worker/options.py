@@ -64,8 +64,9 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Cleaning. `online_gc`: this worker also collects garbage, every `gc_seconds`.
 
     Limits. `engine_timeout_s`: how long no engine may answer before the worker gives up. `abort_timeout_s`: how long an
-    abort may take. `refusals_max`: groups in a row that end in an engine's refusal before the worker stops, since then
-    the worker's options are wrong and not the prompts. `groups_max`: stop after so many groups (0: no bound)."""
+    abort may take. `refusals_max`: groups in a row that end in an engine's refusal, or in an answer that
+    makes no sense, before the worker stops, since then the worker's options or the engine are wrong and not the
+    prompts. `groups_max`: stop after so many groups (0: no bound)."""
 
     engines: tuple[str, ...]
     queue: str = "rollout"

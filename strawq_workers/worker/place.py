@@ -11,7 +11,7 @@ import logging
 
 import msgspec
 
-from strawq.errors import BadInput, StrawqError
+from strawq.errors import BadInput, Misaligned, StrawqError
 from strawq_workers.admission.reservations import Admission
 from strawq_workers.sglang.fleet import Fleet
 from strawq_workers.sglang.segment import Segment
@@ -35,6 +35,10 @@ class PrefixRefused(BadInput):
 
 class EngineRefused(BadInput):
     """An engine does not take the request as it is, now or later."""
+
+
+class EngineGarbled(Misaligned):
+    """An engine's answer does not make sense. Another attempt may go well; if none does, the engine is broken."""
 
 
 class Hold:
@@ -119,7 +123,8 @@ class Place:
         log.warning("task %s failed%s: %s", task, ", it is a dead letter now" if dead else "", reason)
 
     def refused(self, error: BadInput) -> None:
-        """An engine or a prefix refused this worker's options. When groups in a row end so, the fault is here."""
+        """An engine or a prefix refused this worker's options, or an engine answered what makes no sense. When groups
+        in a row end so, the fault is not theirs, and the queue's attempts are not spent on it."""
         self.refusals += 1
         if self.refusals >= self.options.refusals_max:
             self.stop("refused", BadInput(f"{self.refusals} groups in a row were refused, the last one: {error}"))
