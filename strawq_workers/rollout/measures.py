@@ -6,6 +6,7 @@ what is not known is counted as unknown.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from strawq.model import UNVERSIONED, policy_number
@@ -30,6 +31,21 @@ def rollout_metrics(account: Account, missing: int, summary: WorkerSummary) -> d
     if summary.seconds > 0:
         found["rollout/accepted_groups_per_hour"] = account.kept * 3600 / summary.seconds
     return {**found, **metrics_of(summary.counters)}
+
+
+class Rate:
+    """Accepted groups per hour, from one call to the next; the first counts from now and `accepted`."""
+
+    def __init__(self, accepted: int = 0) -> None:
+        self._at = time.monotonic()
+        self._count = accepted
+
+    def per_hour(self, accepted: int) -> dict[str, float]:
+        """`accepted`: groups that were accepted so far."""
+        now = time.monotonic()
+        seconds, more = now - self._at, accepted - self._count
+        self._at, self._count = now, accepted
+        return {"rollout/accepted_groups_per_hour": more * 3600 / seconds} if seconds > 0 else {}
 
 
 def drop_metrics(drops: Mapping[str, int], kept: int) -> dict[str, float]:

@@ -18,6 +18,7 @@ from strawq.errors import BadInput, TryAgain
 from strawq.pool import Pool
 from strawq_workers.admission.slots import total_slots
 from strawq_workers.rollout.local_workers import LocalWorkers
+from strawq_workers.rollout.measures import Rate
 from strawq_workers.rollout.selection import refuse_all_samples_hook, select
 from strawq_workers.rollout.settings import StrawSource, batch_size, config_of, local_workers, options_of, worker_wait_s
 from strawq_workers.rollout.station import Station
@@ -49,6 +50,7 @@ class OnPool:
         self._slots = _slots(self._options)
         self.workers: LocalWorkers | None = None
         self._accepted = -1
+        self._rate = Rate(straw.pool.inspect().queues[straw.queue_name].accepted)
         _bound(straw.pool, straw.queue_name, batch_size(args), self._slots)
         count = local_workers(args)
         if count:
@@ -128,8 +130,10 @@ class OnPool:
     def _metrics(self, rollout_id: int, samples: list[list[Any]]) -> dict[str, float]:
         staleness = self._straw.batch_metrics(rollout_id) if samples else {}
         seen = self._straw.pool.inspect()
-        counts = seen.queues[self._straw.queue_name].tasks
+        view = seen.queues[self._straw.queue_name]
+        counts = view.tasks
         return {
+            **self._rate.per_hour(view.accepted),
             **staleness,
             "rollout/groups/ready": counts.ready,
             "rollout/groups/in_flight": counts.fresh_leased + counts.partial_leased,

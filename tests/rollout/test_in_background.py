@@ -1,5 +1,10 @@
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import rollout_hooks as hooks
@@ -126,3 +131,39 @@ def test_an_engine_that_is_gone_is_an_error_of_the_call_and_the_next_call_begins
     thread.join(30)
     assert [error.exit_code for error in failures] == [4]
     assert len(generate_rollout_fully_async(source.args(), 0, source.data).samples) == 3
+
+
+def test_the_end_of_the_interpreter_gives_everything_back(args_of, engine, tmp_path):
+    """A script that forgets to close: its data source has every group again before the process ends."""
+    script = tmp_path / "forgets.py"
+    script.write_text(FORGETS)
+    said = subprocess.run(
+        [sys.executable, str(script), engine.url],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert said.returncode == 0 and "Traceback" not in said.stderr, said
+    fetched, trained, back = json.loads(said.stdout.splitlines()[-1])
+    assert fetched == sorted(trained + back) and len(trained) == 3 and engine.running() == 0
+
+
+FORGETS = """
+import argparse, json, sys
+from types import SimpleNamespace
+from scene import ListSource, indices
+from strawq_workers.rollout import generate_rollout_fully_async
+from strawq_workers.slime.arguments import add_rollout_arguments
+
+class Source(ListSource):
+    def add_samples(self, samples):
+        super().add_samples(samples)
+        print(json.dumps([sorted(self.handed_out), indices(out.samples), indices(self.buffer)]), flush=True)
+
+args = add_rollout_arguments(argparse.ArgumentParser()).parse_args(
+    ["--rollout-engines", sys.argv[1], "--rollout-batch-size", "3", "--n-samples-per-prompt", "2",
+     "--rollout-max-response-len", "200", "--sglang-server-concurrency", "16"]
+)
+out = generate_rollout_fully_async(args, 0, Source())
+"""
