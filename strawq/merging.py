@@ -56,10 +56,11 @@ class Merging(msgspec.Struct, frozen=True):
 
 
 @file_calls("merge", "small objects")
-def merge_objects(pool: Pool, *, dry_run: bool = False) -> Merging:
-    """Merge what closed epochs hold in small files, if there are enough of them. A dry run counts as if the present
-    epoch were closed already, and estimates `into`. An object that is damaged stays where it is: `verify` names it."""
-    sparse = plan_merge(pool, as_if_closed=dry_run)
+def merge_objects(pool: Pool, *, enough: int | None = None, dry_run: bool = False) -> Merging:
+    """Merge what closed epochs hold in small files, if they are `enough` (`MERGE_FILES`). A dry run counts as if the
+    present epoch were closed already, and estimates `into`. An object that is damaged stays where it is: `verify`
+    names it."""
+    sparse = plan_merge(pool, enough=enough, as_if_closed=dry_run)
     objects = [row for file in sparse for row in file.objects]
     if dry_run:
         size = sum(file.bytes for file in sparse)
@@ -80,7 +81,7 @@ def merge_objects(pool: Pool, *, dry_run: bool = False) -> Merging:
     return Merging(len(left), into, len(moved), sum(ref.bytes for ref in moved))
 
 
-def plan_merge(pool: Pool, *, as_if_closed: bool = False) -> list[Sparse]:
+def plan_merge(pool: Pool, *, enough: int | None = None, as_if_closed: bool = False) -> list[Sparse]:
     """The files to merge, of old epochs first; none if they are too few to pay."""
 
     def look(machine: Machine) -> list[StoredObject]:
@@ -89,7 +90,7 @@ def plan_merge(pool: Pool, *, as_if_closed: bool = False) -> list[Sparse]:
         return [row for row in machine.state.objects.values() if 0 < row.ref.epoch <= closed]
 
     found = _sparse(pool.log.refresh(look))
-    return found if len(found) >= MERGE_FILES else []
+    return found if len(found) >= (MERGE_FILES if enough is None else enough) else []
 
 
 def _sparse(rows: Iterable[StoredObject]) -> list[Sparse]:

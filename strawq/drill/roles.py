@@ -22,6 +22,7 @@ from strawq.drill.life import Stage
 from strawq.errors import Fenced
 from strawq.garbage import collect_garbage
 from strawq.handles import Batch, Leases
+from strawq.merging import merge_objects
 from strawq.queue import Change, Queue, Work
 from strawq.samples import Group
 from strawq.trimming import trim_log
@@ -32,6 +33,7 @@ BATCH_GROUPS = 4
 KEEP_ENTRIES, TRIM_STEP = 100, 10
 """Few, so that the log is trimmed over and over while it is struck; enough for the watcher, which is less than a second
 behind."""
+MERGE_ENOUGH = 4
 COLLECT_WAIT_SECONDS = 1.0
 WATCH_SECONDS = 0.05
 
@@ -194,12 +196,13 @@ def train(stage: Stage) -> None:
 
 
 def clean(stage: Stage) -> None:
-    """Collects garbage and trims the log, over and over; joins, so that it also looks after the dead."""
+    """Collects garbage, trims the log and merges files, over and over; joins, so that it also looks after the dead."""
     stage.pool.keeper.require()
     turns: list[Callable[[str], object]] = [
         lambda _: collect_garbage(stage.pool, wait_seconds=COLLECT_WAIT_SECONDS),
         lambda _: stage.pool.snapshot(),
         lambda _: trim_log(stage.pool, keep_entries=KEEP_ENTRIES, snapshots_kept=2, step=TRIM_STEP),
+        lambda _: merge_objects(stage.pool, enough=MERGE_ENOUGH),
     ]
     while not stage.done:
         stage.ask(stage.chance.choice(turns))
