@@ -52,7 +52,7 @@ class Handed:
 
     @property
     def mark(self) -> str:
-        return f"{self.work.task}@{self.work.lease.attempt}"
+        return f"task {self.work.task}@{self.work.lease.attempt}"
 
 
 class HandedOut:
@@ -61,6 +61,8 @@ class HandedOut:
     def __init__(self) -> None:
         self._by_mark: dict[str, Handed] = {}
         self._by_index: dict[Any, str] = {}
+        self._taken: set[Any] = set()
+        """`group_index` of groups that were taken from the sampler, and not handed out again."""
 
     def __len__(self) -> int:
         return len(self._by_mark)
@@ -74,12 +76,20 @@ class HandedOut:
             index = getattr(sample, "group_index", None)
             if index is not None:
                 self._by_index[index] = handed.mark
+                self._taken.discard(index)
         self._by_mark[handed.mark] = handed
 
-    def remove(self, handed: Handed) -> None:
+    def remove(self, handed: Handed, *, taken: bool = False) -> None:
+        """The group is not held any more. `taken`: without the sampler's knowledge, who may deliver it nevertheless;
+        its samples keep their marks then, so that this is seen."""
         if self._by_mark.pop(handed.mark, None) is not None:
-            self._by_index = {index: mark for index, mark in self._by_index.items() if mark != handed.mark}
-        unmark(handed.samples)
+            indices = [index for index, mark in self._by_index.items() if mark == handed.mark]
+            for index in indices:
+                del self._by_index[index]
+            if taken:
+                self._taken.update(indices)
+        if not taken:
+            unmark(handed.samples)
 
     def find(self, samples: Sequence[Any]) -> Handed | None:
         """The group that these samples are of; None if none of them was handed out and is held still. `BadInput` if
@@ -92,7 +102,8 @@ class HandedOut:
             else:
                 marks.add(mark)
         for sample in unmarked:
-            mark = self._by_index.get(getattr(sample, "group_index", None))
+            index = getattr(sample, "group_index", None)
+            mark = self._by_index.get(index, f"group {index}" if index in self._taken else None)
             if mark is not None:
                 marks.add(mark)
         if len(marks) > 1:
@@ -106,7 +117,7 @@ class HandedOut:
         handed = self._by_mark.get(mark)
         if handed is None:
             raise Fenced(
-                f"group {mark.partition('@')[0]} is not held any more: it was given back at the end of its rollout. A "
+                f"{mark.partition('@')[0]} is not held any more: it was given back at the end of its rollout. A "
                 "rollout function that works across rollouts has `fully_async` in its dotted path"
             )
         return handed

@@ -128,7 +128,9 @@ class Sampling:
                 sure(self._pool, lambda request: queue.submit(fresh, request_id=request))
             self._give_back(known, keep_prefix=True)
 
-    def _give_back(self, groups: Sequence[tuple[Handed, Sequence[Any]]], *, keep_prefix: bool) -> None:
+    def _give_back(
+        self, groups: Sequence[tuple[Handed, Sequence[Any]]], *, keep_prefix: bool, taken: bool = False
+    ) -> None:
         changes, why = [], []
         for handed, samples in groups:
             if handed.verdict == "dropped":
@@ -140,7 +142,7 @@ class Sampling:
                 why.append(reason)
         self._report(changes)
         for handed, _ in groups:
-            self._out.remove(handed)
+            self._out.remove(handed, taken=taken)
         if why:
             self.requeued += len(why)
             logger.warning("Requeued %d incomplete continuations, as they were saved last: %s", len(why), why[0])
@@ -259,7 +261,8 @@ class Sampling:
         works across rollouts."""
         with self._lock:
             if self._ended and not self._works_across:
-                self._give_back([(handed, handed.samples) for handed in self._out], keep_prefix=self._partial)
+                left = [(handed, handed.samples) for handed in self._out]
+                self._give_back(left, keep_prefix=self._partial, taken=True)
             self._ended = False
 
     def settle_silent(self, rollout_id: int) -> None:
@@ -287,7 +290,8 @@ class Sampling:
     def give_up(self) -> None:
         """Give everything back, at the end of the process."""
         with self._lock:
-            self._give_back([(handed, handed.samples) for handed in self._out], keep_prefix=self._partial)
+            left = [(handed, handed.samples) for handed in self._out]
+            self._give_back(left, keep_prefix=self._partial, taken=True)
 
 
 def _versions(sample: Any) -> Sequence[Any]:

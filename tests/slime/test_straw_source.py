@@ -1,6 +1,7 @@
 """`StrawDataSource` by itself: what is handed out, what comes back, and what fails in between."""
 
 import asyncio
+import contextlib
 import json
 import random
 import threading
@@ -13,7 +14,7 @@ import pytest
 from stand_in import Engine, flat, job_args, status
 
 from strawq import Pool, QueueConfig
-from strawq.errors import BadInput, Fenced, OutcomeUnknown, StorageFailed, TryAgain
+from strawq.errors import BadInput, Damaged, Fenced, OutcomeUnknown, StorageFailed, TryAgain
 from strawq_workers.slime import StrawDataSource, build_data_source
 from strawq_workers.slime.sample import Sample
 
@@ -93,6 +94,17 @@ def test_flags_that_cannot_be_obeyed_are_refused_by_name(make: Make, changes: di
     with pytest.raises(BadInput, match=words):
         make(**changes)
     make().close()
+
+
+def test_args_get_names_and_no_handles(make: Make) -> None:
+    source = make()
+    before = vars(job_args(Path(source.args.save).parent))
+    added = {name: value for name, value in vars(source.args).items() if before.get(name) != value}
+    del added["engine"]
+    assert added
+    assert all(value is None or type(value) is str for value in added.values())
+    source.close()
+    assert source.args.custom_rollout_log_function_path is None
 
 
 def test_the_transport_chooses_the_data_source(make: Make, tmp_path: Path) -> None:
@@ -484,17 +496,59 @@ def test_a_delivery_takes_its_own_groups_though_others_are_ready(make: Make) -> 
     assert (counts(source).in_batch, counts(source).ready) == (2, 3)
 
 
-def test_a_delivery_of_a_group_that_was_given_back_stops_the_rollout(make: Make) -> None:
+@pytest.mark.parametrize("new_objects", [False, True])
+def test_a_delivery_of_a_group_that_was_taken_back_stops_the_rollout(make: Make, new_objects: bool) -> None:
     source = make()
-    kept, late = source.get_samples(2)
-    finish(source, [kept])
-    deliver(source, 0, [kept])
-    source.get_samples(1)  # a synchronous sampler is in its next rollout: what it left goes back
+    first, late = source.get_samples(2)
+    finish(source, [first])
+    deliver(source, 0, [first])
+    assert source.get_samples(0) == []  # a synchronous sampler is in its next rollout: what it left goes back
+    assert source._sampling.held == 0
+    if new_objects:
+        late = [Sample(group_index=s.group_index, index=s.index, prompt=s.prompt, label=s.label) for s in late]
     finish(source, [late])
-    source._sampling.saw_verdict(late, True, "")
-    late[0]._strawq_task = late[1]._strawq_task = "1-1@1"
     with pytest.raises(Fenced, match="fully_async"):
         deliver(source, 1, [late])
+    (again,) = source.get_samples(1)
+    assert again[0].group_index == late[0].group_index
+    with pytest.raises(Fenced, match="fully_async") if not new_objects else contextlib.nullcontext():
+        deliver(source, 1, [late])
+    assert (counts(source).in_batch, counts(source).total) == (2 if new_objects else 1, 8)
+
+
+def test_a_delivery_of_groups_that_went_to_somebody_else_stops_the_rollout(make: Make) -> None:
+    source = make()
+    groups = source.get_samples(2)
+    finish(source, groups)
+    with Pool.open(source.pool.path) as other:
+        other.expire_session(source.pool.keeper.current)
+        (lease,) = other.queue().acquire(1)
+        with pytest.raises(Fenced, match=r"2 groups of rollout 0 .*do not train on this rollout"):
+            deliver(source, 0, groups)
+        other.queue().yield_(other.queue().open(lease))
+    assert counts(source).in_batch == 0
+    assert len(source.get_samples(2)) == 2  # with a session of its own again
+
+
+def test_a_group_that_cannot_be_read_is_failed_and_the_others_come(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make()
+    load = source.pool.payloads.load
+
+    def damaged(held: Any, *more: Any) -> Any:
+        if held.task.id == "1-1":
+            raise Damaged("object abc is not what its name says")
+        return load(held, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(source.pool.payloads, "load", damaged)
+        groups = source.get_samples(3)
+    assert sorted(group[0].group_index for group in groups) == [0, 2, 3]
+    (task,) = [task for task in source.pool.log.refresh(_tasks) if task.failures]
+    assert (task.id, task.reason) == ("1-1", "object abc is not what its name says")
+
+
+def _tasks(machine: Any) -> list[Any]:
+    return list(machine.state.branch.queues["rollout"].tasks.values())
 
 
 # -- notes ------------------------------------------------------------------------------------------------------------
