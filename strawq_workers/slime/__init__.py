@@ -11,22 +11,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strawq_workers.rollout import generate_rollout as generate_rollout
     from strawq_workers.rollout import generate_rollout_fully_async as generate_rollout_fully_async
+    from strawq_workers.slime.arguments import add_rollout_arguments as add_rollout_arguments
+    from strawq_workers.slime.arguments import validate_rollout_arguments as validate_rollout_arguments
+    from strawq_workers.slime.arguments import worker_options as worker_options
     from strawq_workers.slime.codec import group_of as group_of
     from strawq_workers.slime.codec import prompt_of as prompt_of
     from strawq_workers.slime.codec import samples_of as samples_of
+    from strawq_workers.slime.object_store import ObjectStoreDataSource as ObjectStoreDataSource
     from strawq_workers.slime.sample import Sample as Sample
     from strawq_workers.slime.sample import sample_class as sample_class
     from strawq_workers.slime.straw_source import StrawDataSource as StrawDataSource
 
 _WHERE = {
+    "ObjectStoreDataSource": "strawq_workers.slime.object_store",
     "Sample": "strawq_workers.slime.sample",
     "StrawDataSource": "strawq_workers.slime.straw_source",
+    "add_rollout_arguments": "strawq_workers.slime.arguments",
     "generate_rollout": "strawq_workers.rollout",
     "generate_rollout_fully_async": "strawq_workers.rollout",
     "group_of": "strawq_workers.slime.codec",
     "prompt_of": "strawq_workers.slime.codec",
     "sample_class": "strawq_workers.slime.sample",
     "samples_of": "strawq_workers.slime.codec",
+    "validate_rollout_arguments": "strawq_workers.slime.arguments",
+    "worker_options": "strawq_workers.slime.arguments",
 }
 
 __all__ = sorted([*_WHERE, "build_data_source"])
