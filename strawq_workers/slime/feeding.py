@@ -33,12 +33,12 @@ class Feeding:
         self._pool = pool
         self._queue_name = queue_name
         self._lock = threading.Lock()
-        self._dataset = PromptDataset(args)
+        self.dataset = PromptDataset(args)
         self._identified = ""
         self._require_same(pool.queue(queue_name))
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def position(self) -> dict[str, Any]:
         """The cursor under slime's names."""
@@ -65,10 +65,10 @@ class Feeding:
         """How many prompts were added; -1 if somebody else was first, and it must be looked at again."""
         self._require_same(queue)
         before = queue.cursor(PRODUCER)
-        samples, after = self._dataset.take(self._cursor(before), count)
+        samples, after = self.dataset.take(self._cursor(before), count)
         if not samples:
             return 0
-        prompts = [prompt_of(sample, samples=self._dataset.group_size) for sample in samples]
+        prompts = [prompt_of(sample, samples=self.dataset.group_size) for sample in samples]
         try:
             sure(
                 self._pool,
@@ -88,7 +88,7 @@ class Feeding:
         branch = self._pool.branch()
         if branch == self._identified:
             return
-        mine = self._dataset.identity()
+        mine = self.dataset.identity()
         known = queue.cursor(IDENTITY)
         if not known:
             text = msgspec.json.encode(mine).decode()

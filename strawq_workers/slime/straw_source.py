@@ -21,6 +21,7 @@ import msgspec
 
 from strawq.errors import BadInput, StrawqError
 from strawq.handles import Leases
+from strawq.model import QueueConfig
 from strawq.pool import Pool
 from strawq.upkeep import Upkeep
 from strawq_workers.slime import witness
@@ -30,6 +31,7 @@ from strawq_workers.slime.batches import RolloutBatches
 from strawq_workers.slime.checkpoint import Restored, load_pair, save_pair
 from strawq_workers.slime.codec import samples_of
 from strawq_workers.slime.commits import DIRECTORY
+from strawq_workers.slime.dataset import PromptDataset
 from strawq_workers.slime.feeding import Feeding
 from strawq_workers.slime.handed import BATCH, flat
 from strawq_workers.slime.job_lock import JobLock
@@ -110,6 +112,11 @@ class StrawDataSource:
         """Prompts of one epoch."""
         return len(self._feeding)
 
+    @property
+    def dataset(self) -> PromptDataset:
+        """What older managers take the length of."""
+        return self._feeding.dataset
+
     def fill(self, count: int) -> int:
         """Make sure that at least `count` groups are pending, submitting prompts of the dataset, whose cursor moves in
         the same commit. Returns how many were submitted; 0 with nothing pending is the end of the input."""
@@ -129,6 +136,8 @@ class StrawDataSource:
                 answer = self._lease(min(PAGE, num_samples - len(found)))
                 if answer.leases:
                     found += self._sampling.hand_out(answer.leases)
+                elif answer.status == "backpressured" and not self._sampling.held and self._lift_bound():
+                    continue
                 elif answer.status in ("paused", "backpressured"):
                     time.sleep(WAIT_S)
                 elif answer.status == "sealed" or not self._refill(num_samples - len(found)):
@@ -156,6 +165,19 @@ class StrawDataSource:
         if answer.status not in ("acquired", "paused", "backpressured", "empty", "sealed"):
             raise StrawqError(f"Queue cannot supply rollout inputs: {answer.status}")
         return answer
+
+    def _lift_bound(self) -> bool:
+        """A bound on ready groups, left by workers, would keep them from the sampler that is to use them."""
+
+        def view(machine: Any) -> QueueConfig:
+            found: QueueConfig = machine.state.branch.queues[self.queue_name].row.config
+            return found
+
+        config = self.pool.log.refresh(view)
+        if config.max_ready:
+            logger.warning("the queue's max_ready of %d is lifted: this sampler uses ready groups", config.max_ready)
+            self.pool.configure(self.queue_name, msgspec.structs.replace(config, max_ready=0))
+        return bool(config.max_ready)
 
     def _refill(self, count: int) -> bool:
         """Whether there is anything to lease now. Another reader may have taken what was just submitted."""

@@ -147,6 +147,25 @@ def test_a_save_that_died_before_its_commit_is_taken_anew(job: Job, monkeypatch:
     assert read_commit(job.path(0)).checkpoint in {point.name for point in job.pool.checkpoints()}
 
 
+def test_a_save_that_died_behind_its_commit_is_finished_by_the_restart(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.start(-1)
+
+    def die(*_: Any) -> Any:
+        raise StorageFailed("the process died here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job.source._batches, "finish_up_to", lambda r: die() if r == 0 else None)
+        with pytest.raises(StorageFailed):
+            job.train(0, save=True)
+    assert job.path(0).exists()
+    assert job.counts().in_batch == 2
+    assert job.start(0).mode == "same queue"
+    assert (job.counts().trained, job.counts().in_batch) == (2, 0)
+    assert job.start(0).mode == "same queue"
+
+
 # -- going on ---------------------------------------------------------------------------------------------------------
 
 

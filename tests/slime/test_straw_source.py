@@ -145,7 +145,7 @@ def test_prompts_are_read_across_epochs_without_a_repeated_id(make: Make) -> Non
     state = random.getstate()
     groups = source.get_samples(28)
     assert random.getstate() == state
-    assert len(source) == 7
+    assert len(source) == len(source.dataset) == 7
     assert [[sample.index for sample in group] for group in groups] == [[2 * i, 2 * i + 1] for i in range(28)]
     assert [group[0].group_index for group in groups] == list(range(28))
     epochs = [sorted(group[0].prompt for group in groups[at : at + 7]) for at in range(0, 28, 7)]
@@ -279,6 +279,15 @@ def test_admission_that_is_paused_is_waited_for(make: Make) -> None:
     source.pool.resume()
     reading.join(20)
     assert len(found) == 1
+
+
+def test_a_bound_that_workers_left_does_not_starve_a_sampler(make: Make) -> None:
+    source = make()
+    worked(source, 3)
+    source.pool.configure("rollout", QueueConfig(max_ready=2, max_attempts=7))
+    assert [group[0].group_index for group in source.get_samples(4)] == [0, 1, 2, 3]
+    config = source.pool.log.refresh(lambda machine: machine.state.branch.queues["rollout"].row.config)
+    assert config == QueueConfig(max_attempts=7)
 
 
 def test_the_end_of_the_input_gives_a_short_list(make: Make) -> None:
