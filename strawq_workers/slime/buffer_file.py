@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from blake3 import blake3
@@ -49,7 +50,7 @@ def saved_rollouts(directory: Path) -> list[int]:
 def write_saved(path: Path, saved: Saved, metadata: dict[str, Any], buffer: list[list[Any]]) -> None:
     """Write durably; a file of that name is replaced. `BadInput` names what cannot be stored, `StorageFailed` the
     file."""
-    tree = Tree(None, {found: name for name, found in classes_of(sample_class()).items()})
+    tree = Tree(None, {found: name for name, found in classes_of(cast(Hashable, sample_class())).items()})
     nodes = [tree.encode(metadata, "metadata"), tree.encode(buffer, "buffer")]
     content = msgspec.msgpack.encode([saved, *nodes])
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -84,5 +85,5 @@ def read_saved(path: Path) -> tuple[Saved, dict[str, Any], list[list[Any]]]:
     head, metadata, buffer = msgspec.msgpack.decode(content)
     if head.get("version") != VERSION:
         raise FormatUnsupported(f"{path} is of version {head.get('version')}; this strawq reads {VERSION}")
-    reader = TreeReader(classes_of(sample_class()), {})
+    reader = TreeReader(classes_of(cast(Hashable, sample_class())), {})
     return msgspec.convert(head, Saved), reader.decode(metadata), reader.decode(buffer)
