@@ -263,12 +263,13 @@ class CollectSummary(msgspec.Struct, frozen=True):
 
 
 def group_record(group: Group, batch: Batch) -> dict[str, Any]:
-    """A group as JSON values. Log-probs are those of the policy that made the token, as stored."""
+    """A group as JSON values. Log-probs are those of the policy that made the token, as stored; a group whose prompt
+    came without an id goes by its task's."""
     prompt = group.prompt
     return {
         "batch": f"{batch.branch}/{batch.id}",
         "task": group.task_id,
-        "group_id": prompt.group_id,
+        "group_id": prompt.group_id or group.task_id,
         "prompt": {
             "text": prompt.text,
             "tokens": None if prompt.tokens is None else prompt.tokens.tolist(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -378,7 +379,12 @@ def describe(summary: DemoSummary) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name.ljust(width)}  {value}" for name, value in rows]
     verdict = "Nothing was lost." if s.sound else "THE AUDIT FOUND A FAULT."
-    return "\n".join([verdict, *lines, "", f"Look inside:  strawq inspect {s.pool}", f"Logs:         {s.logs}"])
+    after = [
+        f"Look inside:  strawq inspect {s.pool}",
+        f"Logs:         {s.logs}",
+        f"Remove both:  rm -rf {shlex.quote(s.pool)} {shlex.quote(s.logs)}",
+    ]
+    return "\n".join([verdict, *lines, "", *after])
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from strawq.pool import Pool
 from strawq_workers.worker.counts import read_counts
 from strawq_workers.worker.metrics import Counters
 
-_SUMS = {
+SUMS = {
     "rollout/generated_tokens": "tokens_generated",
     "rollout/resumed_tokens": "tokens_resumed",
     "rollout/regenerated_tokens": "tokens_discarded",
@@ -27,6 +27,7 @@ _SUMS = {
     "rollout/staleness/dropped_groups": "stale_drops",
     "rollout/staleness/late_groups": "stale_late",
 }
+"""Metric -> counter of a worker."""
 _HOUR_S = 3600.0
 
 
@@ -83,7 +84,7 @@ class Rates:
             )
             return total
 
-        found: dict[str, float] = {metric: added(name) for metric, name in _SUMS.items()}
+        found: dict[str, float] = {metric: added(name) for metric, name in SUMS.items()}
         found["rollout/workers"] = len(counters)
         engine_seconds = added("engine_seconds")
         if engine_seconds > 0:

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from strawq.errors import OperatorNeeded
+from strawq.errors import BadInput
 from strawq_workers.engine.engine_thread import EngineStopped, EngineThread
 from strawq_workers.engine.options import EngineOptions
 from strawq_workers.engine.scheduler import Scheduler
@@ -30,7 +30,7 @@ _SHUTDOWN_S = 1.0
 async def running_engine(options: EngineOptions) -> AsyncIterator[tuple[str, EngineThread]]:
     """An engine while the block runs: yields its URL (`http://host:port`) and its compute thread.
 
-    Raises OperatorNeeded where the address can't be bound.
+    Raises BadInput where the address can't be bound.
     """
     scheduler = await asyncio.to_thread(Scheduler, options)
     engine = EngineThread(scheduler)
@@ -43,7 +43,7 @@ async def running_engine(options: EngineOptions) -> AsyncIterator[tuple[str, Eng
         try:
             await site.start()
         except OSError as error:
-            raise OperatorNeeded(
+            raise BadInput(
                 f"the engine cannot listen on {options.host}:{options.port} ({error.strerror or error}): "
                 "choose another --host or --port; port 0 takes any free one"
             ) from error
@@ -58,7 +58,7 @@ async def running_engine(options: EngineOptions) -> AsyncIterator[tuple[str, Eng
 async def serve(options: EngineOptions, ready: Callable[[str], None] | None = None) -> None:
     """Serve until cancelled. `ready` is called once with the URL.
 
-    Raises OperatorNeeded where the address can't be bound, and EngineStopped if the compute thread dies.
+    Raises BadInput where the address can't be bound, and EngineStopped if the compute thread dies.
     """
     async with running_engine(options) as (url, engine):
         if ready is not None:

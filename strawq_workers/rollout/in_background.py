@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from strawq.errors import StrawqError, TryAgain
-from strawq_workers.rollout.measures import Rate, drop_metrics, group_metrics
+from strawq_workers.rollout.measures import WorkRates, drop_metrics, group_metrics
 from strawq_workers.rollout.selection import select
 from strawq_workers.rollout.settings import batch_size, codec, options_of
 from strawq_workers.rollout.station import Interrupted, RolloutFailed, Station
@@ -55,7 +55,7 @@ class InBackground:
         self._failure: BaseException | None = None
         self._rollout_id = 0
         self._said: set[str] = set()
-        self._rate = Rate()
+        self._rates = WorkRates()
         self._drops: Counter[str] = Counter()
         self.source: MemorySource
         self.worker: Worker
@@ -193,7 +193,7 @@ class InBackground:
         drops = {why: n - self._drops[why] for why, n in place.drop_reasons.items() if n > self._drops[why]}
         self._drops = Counter(place.drop_reasons)
         metrics.update({**drop_metrics(drops, len(entries)), **metrics_of(place.counters)})
-        metrics.update(self._rate.per_hour(place.counters.groups_accepted))
+        metrics.update(self._rates.since_last(place.counters))
         metrics["rollout/groups/ready"] = source.ready
         metrics["rollout/groups/in_flight"] = len(self.worker.runs)
         return Taken(entries, samples, metrics)

@@ -9,15 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from strawq.model import UNVERSIONED, policy_number
 from strawq.samples import Group, oldest_version
 from strawq_workers.admission.refill import Account
 from strawq_workers.admission.staleness import staleness_of
-from strawq_workers.worker.metrics import WorkerSummary, metrics_of
+from strawq_workers.rates import SUMS
+from strawq_workers.worker.metrics import Counters, WorkerSummary, metrics_of
 
 
-def rollout_metrics(account: Account, missing: int, summary: WorkerSummary) -> dict[str, float]:
-    """What one synchronous rollout did: groups by their end, those that the batch lacks, and the worker's counters."""
+def rollout_metrics(account: Account, missing: int, summary: WorkerSummary, rates: WorkRates) -> dict[str, float]:
+    """What one synchronous rollout did: groups by their end, those that the batch lacks, and the worker's counters.
+    `rates` was made when it began."""
     found: dict[str, float] = {
         "rollout/groups/missing": missing,
         "rollout/groups/fetched": account.fetched,
@@ -28,24 +32,32 @@ def rollout_metrics(account: Account, missing: int, summary: WorkerSummary) -> d
         "rollout/groups/returned_fresh": account.returned_fresh,
         "rollout/seconds": summary.seconds,
     }
-    if summary.seconds > 0:
-        found["rollout/accepted_groups_per_hour"] = account.kept * 3600 / summary.seconds
-    return {**found, **metrics_of(summary.counters)}
+    return {**found, **rates.since_last(summary.counters), **metrics_of(summary.counters)}
 
 
-class Rate:
-    """Accepted groups per hour, from one call to the next; the first counts from now and `accepted`."""
+class WorkRates:
+    """What one worker has done since the look before, under the names that batches of a pool have (see `Rates`)."""
 
-    def __init__(self, accepted: int = 0) -> None:
+    def __init__(self) -> None:
         self._at = time.monotonic()
-        self._count = accepted
+        self._before = Counters()
 
-    def per_hour(self, accepted: int) -> dict[str, float]:
-        """`accepted`: groups that were accepted so far."""
-        now = time.monotonic()
-        seconds, more = now - self._at, accepted - self._count
-        self._at, self._count = now, accepted
-        return {"rollout/accepted_groups_per_hour": more * 3600 / seconds} if seconds > 0 else {}
+    def since_last(self, counters: Counters) -> dict[str, float]:
+        """`counters`: the worker's running totals."""
+        now, before, at = msgspec.structs.replace(counters), self._before, time.monotonic()
+        found: dict[str, float] = {metric: getattr(now, name) - getattr(before, name) for metric, name in SUMS.items()}
+        accepted = now.groups_accepted - before.groups_accepted
+        found["rollout/accepted_groups"] = accepted
+        found["rollout/event_loop_lag_ms_p99"] = now.loop_lag_ms_p99
+        if at > self._at:
+            found["rollout/accepted_groups_per_hour"] = accepted * 3600 / (at - self._at)
+        engines = now.engine_seconds - before.engine_seconds
+        if engines > 0:
+            found["rollout/engine_idle_share"] = min(
+                1.0, (now.engine_idle_seconds - before.engine_idle_seconds) / engines
+            )
+        self._at, self._before = at, now
+        return found
 
 
 def drop_metrics(drops: Mapping[str, int], kept: int) -> dict[str, float]:

@@ -17,8 +17,8 @@ import msgspec
 from strawq.errors import BadInput, TryAgain
 from strawq.pool import Pool
 from strawq_workers.admission.slots import total_slots
+from strawq_workers.rates import Rates
 from strawq_workers.rollout.local_workers import LocalWorkers
-from strawq_workers.rollout.measures import Rate
 from strawq_workers.rollout.selection import refuse_all_samples_hook, select
 from strawq_workers.rollout.settings import StrawSource, batch_size, config_of, local_workers, options_of, worker_wait_s
 from strawq_workers.rollout.station import Station
@@ -50,7 +50,7 @@ class OnPool:
         self._slots = _slots(self._options)
         self.workers: LocalWorkers | None = None
         self._accepted = -1
-        self._rate = Rate(straw.pool.inspect().queues[straw.queue_name].accepted)
+        self._rates = Rates(straw.pool, straw.queue_name)
         _bound(straw.pool, straw.queue_name, batch_size(args), self._slots)
         count = local_workers(args)
         if count:
@@ -130,10 +130,9 @@ class OnPool:
     def _metrics(self, rollout_id: int, samples: list[list[Any]]) -> dict[str, float]:
         staleness = self._straw.batch_metrics(rollout_id) if samples else {}
         seen = self._straw.pool.inspect()
-        view = seen.queues[self._straw.queue_name]
-        counts = view.tasks
+        counts = seen.queues[self._straw.queue_name].tasks
         return {
-            **self._rate.per_hour(view.accepted),
+            **self._rates.since_last(),
             **staleness,
             "rollout/groups/ready": counts.ready,
             "rollout/groups/in_flight": counts.fresh_leased + counts.partial_leased,

@@ -19,7 +19,7 @@ from strawq.model import UNVERSIONED, policy_number
 from strawq.pool import Pool
 from strawq_workers.admission.refill import RolloutPlan
 from strawq_workers.rollout.intake import STOPPED, PlanIntake
-from strawq_workers.rollout.measures import group_metrics, rollout_metrics
+from strawq_workers.rollout.measures import WorkRates, group_metrics, rollout_metrics
 from strawq_workers.rollout.selection import select
 from strawq_workers.rollout.settings import StrawSource, batch_size, codec, options_of, surplus
 from strawq_workers.rollout.station import Interrupted, RolloutFailed, Station
@@ -149,7 +149,7 @@ async def generate(
     """Run a worker on `source` until the plan is done, and close the plan's account. Raises `RolloutFailed`,
     `Interrupted`, and what ends a worker; nothing is in flight then."""
     place = Place(options, source, fleet, Hooks(options), make_admission(options, fleet))
-    intake = PlanIntake(plan, place)
+    intake, rates = PlanIntake(plan, place), WorkRates()
     try:
         summary = await run_until(Worker(place, intake), stop)
     finally:
@@ -160,7 +160,7 @@ async def generate(
         raise Interrupted(f"the rollout was told to stop with {plan.kept_count} of {plan.target} groups")
     if plan.missing:
         log.warning("%s", intake.last.reason or f"the rollout ended ({summary.reason}) with {plan.kept_count} groups")
-    return {**plan.metrics(), **rollout_metrics(station.account, plan.missing, summary)}
+    return {**plan.metrics(), **rollout_metrics(station.account, plan.missing, summary, rates)}
 
 
 async def served_version(fleet: Fleet) -> str:

@@ -41,8 +41,14 @@ __all__ = sorted([*_WHERE, "build_data_source"])
 
 
 def build_data_source(args: Any) -> Any:
-    """The data source that `--rollout-data-transport` asks for: `StrawDataSource` for `straw`, `ObjectStoreDataSource`
-    for `object-store` (slime's default). `BadInput` for any other."""
+    """The data source that the flags ask for: the class of `--data-source-path`, else by `--rollout-data-transport`
+    `StrawDataSource` for `straw` and `ObjectStoreDataSource` for `object-store` (slime's default). `BadInput` for any
+    other."""
+    path = getattr(args, "data_source_path", None)
+    if path:
+        from strawq_workers.worker.hooks import load_hook
+
+        return load_hook(path, "data_source")(args)
     transport = getattr(args, "rollout_data_transport", None) or "object-store"
     sources = {"straw": "straw_source.StrawDataSource", "object-store": "object_store.ObjectStoreDataSource"}
     if transport not in sources:

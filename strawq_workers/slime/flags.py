@@ -104,7 +104,7 @@ GROUPS = dict(
             Flag("custom_generate_function_path", str, None, "async (args, sample, sampling_params) -> sample",
                  "stricter"),
             Flag("custom_rm_path", str, None, "(args, sample) -> number or dict"),
-            Flag("group_rm", bool, False, "custom_rm_path is (args, samples) -> list"),
+            Flag("group_rm", bool, False, "custom_rm_path is (args, samples) -> list", "stricter"),
             Flag("reward_key", str, None, "the number in a reward that is a dict"),
             Flag("eval_reward_key", str, None, "the same, in evaluations"),
             Flag("dynamic_sampling_filter_path", str, None, "(args, samples) -> DynamicFilterOutput"),
