@@ -53,7 +53,7 @@ def _line(trained: Trained) -> str:
     parts = [
         f"rollout {trained.rollout_id}: {plural(trained.groups, 'group')}",
         plural(trained.tokens, "token"),
-        f"{trained.metrics.get('worker/tokens_resumed', 0):.0f} resumed",
+        f"{trained.metrics.get('rollout/resumed_tokens', 0):.0f} resumed",
     ]
     if trained.reward_mean is not None:
         parts.append(f"reward {trained.reward_mean:.3g}")

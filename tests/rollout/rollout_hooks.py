@@ -4,7 +4,9 @@ import threading
 import time
 from types import SimpleNamespace
 
-gate = {"ready": lambda: True}
+from strawq_workers.engine.vocabulary import encode_text
+
+gate = {"ready": lambda: True, "second": lambda: True}
 reached = threading.Event()
 release = threading.Event()
 bad: set = set()
@@ -16,10 +18,21 @@ def one(args, sample):
 
 def when_ready(args, sample):
     """Scores once the test says so."""
-    end = time.monotonic() + 30
-    while not gate["ready"]() and time.monotonic() < end:
-        time.sleep(0.001)
+    wait_for(gate["ready"])
     return 1.0
+
+
+def first_three_first(args, prompt):
+    """Token ids; those of the fourth prompt and later ones once the test says that the first are in the engine."""
+    wait_for(gate["second"] if int(prompt.text.split()[1]) >= 3 else lambda: True)
+    return encode_text(prompt.text)
+
+
+def wait_for(probe):
+    end = time.monotonic() + 30
+    while not probe():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def raises_for_bad(args, sample):

@@ -25,6 +25,18 @@ def until(what, probe):
         time.sleep(0.005)
 
 
+def once(probe):
+    """True for good when `probe` has been true."""
+    seen = []
+
+    def probe_again():
+        if not seen and probe():
+            seen.append(True)
+        return bool(seen)
+
+    return probe_again
+
+
 class EngineThread:
     """An embedded engine on an event loop of its own."""
 

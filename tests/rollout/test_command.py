@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import rollout_hooks as hooks
-from scene import SLOW
+from scene import SLOW, once
 
 from strawq import Pool
 from strawq.cli import main
@@ -104,10 +104,12 @@ def test_three_rollouts_on_a_juicefs_mount(rollout, engine, juicefs_pair, mode):
 @pytest.mark.parametrize("engine", [SLOW], indirect=True)
 @pytest.mark.parametrize("transport", ["straw", "object-store"])
 def test_partial_rollouts_go_on_from_tokens_that_were_there(rollout, engine, tmp_path, transport):
+    hooks.gate["second"] = once(lambda: engine.running() == 6)
     hooks.gate["ready"] = lambda: engine.generated() > 6 * 60 + 6 * 4
     told = rollout(
         "--mode", "partial", "--rollout-data-transport", transport, "--rollout-data-dir", tmp_path / "pool",
         "--engine", engine.url, "--rollout-max-response-len", 60, "--custom-rm-path", "rollout_hooks.when_ready",
+        "--rollout-tokenize-path", "rollout_hooks.first_three_first",
     )  # fmt: skip
     hooks.gate["ready"] = lambda: True
     resumed = [batch["metrics"]["worker/tokens_resumed"] for batch in told["rollouts"]]

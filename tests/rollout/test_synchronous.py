@@ -2,7 +2,7 @@ import threading
 
 import pytest
 import rollout_hooks as hooks
-from scene import SLOW, indices, text_of, tokens_of
+from scene import SLOW, indices, once, text_of, tokens_of
 
 from strawq.errors import BadInput, StrawqError
 from strawq.model import QueueConfig
@@ -45,13 +45,18 @@ def test_a_rollout_that_is_asked_for_again_gets_the_same_batch(source_of, engine
 
 
 def over(source, engine, **changes):
-    """Twice as many groups as are needed are started; the first three are scored once the others have tokens."""
-    args = source.args(
-        over_sampling_batch_size=6, rollout_max_response_len=100, custom_rm_path=f"{HOOKS}.when_ready", **changes
-    )
+    """Flags under which six groups are started and three are needed; those three are scored once the others have
+    tokens, and the engine runs them first."""
     start = engine.generated()
+    hooks.gate["second"] = once(lambda: engine.running() == 6)
     hooks.gate["ready"] = lambda: engine.generated() > start + 6 * 100 + 6 * 4
-    return args
+    return source.args(
+        over_sampling_batch_size=6,
+        rollout_max_response_len=100,
+        custom_rm_path=f"{HOOKS}.when_ready",
+        rollout_tokenize_path=f"{HOOKS}.first_three_first",
+        **changes,
+    )
 
 
 @BOTH
