@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from strawq.core import commands as c
 from strawq.core.machine import Machine
+from strawq.core.names import quoted
 from strawq.errors import BadInput, Damaged, FormatUnsupported, StorageFailed, StrawqError
 from strawq.handles import Held
 from strawq.model import Archive, ObjectRef, StoredObject, Task
@@ -105,7 +106,7 @@ def held_by(pool: Pool, name: str) -> tuple[Archive, list[Held]]:
 
     found: tuple[Archive, list[Held]] | list[str] = pool.log.refresh(look)
     if isinstance(found, list):
-        raise BadInput(f"there is no archive {name!r} in {pool.path} (archives: {', '.join(found) or 'none'})")
+        raise BadInput(f"there is no archive {quoted(name)} in {pool.path} (archives: {', '.join(found) or 'none'})")
     return found
 
 

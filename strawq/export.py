@@ -129,7 +129,7 @@ def _rows(group: Group) -> Iterator[dict[str, Any]]:
     prompt = group.prompt
     base = {
         "task": group.task_id,
-        "group_id": prompt.group_id,
+        "group_id": prompt.group_id or group.task_id,
         "prompt_text": prompt.text,
         "prompt_tokens": prompt.tokens,
         "messages": _json(prompt.messages),
@@ -167,7 +167,7 @@ def group_values(group: Group) -> dict[str, Any]:
     prompt = group.prompt
     values: dict[str, Any] = {
         "task": group.task_id,
-        "group_id": prompt.group_id,
+        "group_id": prompt.group_id or group.task_id,
         "prompt": {
             "text": prompt.text,
             "tokens": prompt.tokens,

@@ -11,6 +11,7 @@ import msgspec
 
 from strawq.core import events as e
 from strawq.core.machine import Machine
+from strawq.core.names import quoted
 from strawq.errors import BadInput, Damaged
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def follow_task(pool: Pool, task: str) -> Iterator[LogLine]:
     """Everything that history still tells about one task, oldest first."""
     number, dash, row = task.partition("-")
     if not (dash and number.isdigit() and row.isdigit()):
-        raise BadInput(f"{task!r} is not a task id; one looks like 3-17 (submission and row)")
+        raise BadInput(f"{quoted(task)} is not a task id; one looks like 3-17 (submission and row)")
     session = ""
     batch = ""
     head: int = pool.log.refresh(lambda machine: machine.seq)

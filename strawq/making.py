@@ -16,8 +16,9 @@ import msgspec
 from strawq.core.names import require_name
 from strawq.errors import BadInput, UnfitMount
 from strawq.model import QueueConfig
-from strawq.pool import DEFAULT_QUEUE, Pool, require_free
+from strawq.pool import DEFAULT_QUEUE, Pool
 from strawq.storage.failure import storage_failed
+from strawq.storage.header import require_free
 from strawq.storage.mounts import (
     check_declaration,
     measured_storage,

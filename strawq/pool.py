@@ -23,7 +23,7 @@ import msgspec
 from strawq.core import commands as c
 from strawq.core import events as e
 from strawq.core.machine import Machine
-from strawq.core.names import require_name
+from strawq.core.names import quoted, require_name
 from strawq.errors import BadInput, NotAPool
 from strawq.handles import Held
 from strawq.inspection import Inspection, inspect_state
@@ -37,7 +37,7 @@ from strawq.storage.clock import Clock, SystemClock
 from strawq.storage.contention import AdvisoryLock, CommitLock, NoLock
 from strawq.storage.failure import storage_failed
 from strawq.storage.files import Buffer, Files
-from strawq.storage.header import create_pool, read_header, read_header_patiently
+from strawq.storage.header import create_pool, read_header, read_header_patiently, require_free
 from strawq.storage.log import CommitLog
 from strawq.storage.objects import ObjectStore
 from strawq.storage.posix import PosixFiles
@@ -139,7 +139,7 @@ class Pool:
         `role` is what `inspect` shows for this process; `lease_seconds` how long it may stand still before others
         take its work."""
         root = Path(path).expanduser().absolute()
-        if not root.is_dir():
+        if not os.path.isdir(root):
             raise NotAPool(f"{root} is not a directory; make a pool with `strawq init {path}`")
         clock = SystemClock()
         header = read_header(PosixFiles(root), str(root))
@@ -162,7 +162,8 @@ class Pool:
             known = self.log.peek(lambda machine: list(machine.state.branch.queues))
             if name not in known:
                 raise BadInput(
-                    f"there is no queue {name!r} in {self.path or 'this pool'} (queues: {', '.join(known) or 'none'})"
+                    f"there is no queue {quoted(name)} in {self.path or 'this pool'} (queues: "
+                    f"{', '.join(known) or 'none'})"
                 )
             self._queues[name] = Queue(self, name)
         return self._queues[name]
@@ -257,7 +258,9 @@ class Pool:
         """Take a session for dead before its lease says so. `BadInput` if none of that id is live."""
         command = c.Expire(request=self.new_request(), session=session, reason=reason)
         if isinstance(self.commit(command), e.Refusal):
-            raise BadInput(f"there is no live session {session!r}; `strawq sessions list` shows those that there are")
+            raise BadInput(
+                f"there is no live session {quoted(session)}; `strawq sessions list` shows those that there are"
+            )
 
     def pin(self, name: str, groups: Sequence[Held]) -> None:
         """Keep what these groups refer to for as long as this process's session lives, or until `unpin`. `Gone` if
@@ -361,28 +364,3 @@ def encode_metadata(metadata: Mapping[str, Any] | None) -> str:
         return msgspec.json.encode(metadata).decode() if metadata else ""
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise BadInput(f"metadata are JSON values with string keys: {error}") from error
-
-
-_MOUNT_NAMES = frozenset({".accesslog", ".config", ".stats", ".trash", "lost+found"})
-"""What a mount's own root may hold."""
-
-
-def require_free(path: str | os.PathLike[str]) -> Path:
-    """Where a new pool may be made: the absolute path of a directory that is empty or not there. `BadInput` says why
-    not."""
-    if not os.fspath(path) or "\0" in os.fspath(path):
-        raise BadInput(f"{os.fspath(path)!r} is no directory; name one for the pool")
-    root = Path(path).expanduser().absolute()
-    try:
-        if not root.is_dir():
-            if root.exists():
-                raise BadInput(f"{root} is not a directory")
-            return root
-        foreign = sorted(set(os.listdir(root)) - set(layout.DIRECTORIES) - _MOUNT_NAMES)
-    except OSError as error:
-        raise storage_failed("look into", str(root), error) from error
-    if layout.HEADER in foreign:
-        raise BadInput(f"{root} holds a pool already; open it, or choose another directory")
-    if foreign:
-        raise BadInput(f"{root} is not empty (it holds {foreign[0]!r}); choose a new directory for the pool")
-    return root

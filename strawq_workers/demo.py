@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from strawq.model import Task
 from strawq.pool import Pool
 from strawq.samples import Group, Prompt, token_count
 from strawq_workers.collector import CollectedBatch, Collector
-from strawq_workers.narration import Narrator, narrator
+from strawq_workers.narration import Narrator, describe, narrator
 from strawq_workers.processes import Child, Children
 from strawq_workers.worker.options import WorkerOptions
 
@@ -359,32 +358,6 @@ def _require_whole(group: Group, sample: Any) -> None:
 
 def _begins(group: Group, index: int, tokens: list[int]) -> bool:
     return any(s.index == index and s.tokens[: len(tokens)].tolist() == tokens for s in group.samples)
-
-
-def describe(summary: DemoSummary) -> str:
-    """The summary for a person."""
-    s = summary
-    rows = [
-        ("groups accepted", f"{s.groups_accepted}, taken in {s.batches} batches"),
-        ("tokens generated", f"{s.tokens_generated} by the engine, {s.tokens_accepted} in accepted groups"),
-        ("tokens resumed", f"{s.tokens_resumed} loaded from the pool instead of generated again"),
-        ("generated again", f"{s.tokens_again} tokens that the killed worker had not saved yet"),
-        ("leases expired", str(s.leases_expired)),
-        ("saved prefixes", f"{s.prefixes_kept} of {s.prefixes_saved} begin the answers that were handed in"),
-        ("policy versions", f"{', '.join(s.policy_versions_seen)}; {s.groups_of_two_versions} groups made by two"),
-        ("duplicates", str(s.duplicates)),
-        ("lost", str(s.lost)),
-        ("time", f"{s.seconds:g} s"),
-    ]
-    width = max(len(name) for name, _ in rows)
-    lines = [f"  {name.ljust(width)}  {value}" for name, value in rows]
-    verdict = "Nothing was lost." if s.sound else "THE AUDIT FOUND A FAULT."
-    after = [
-        f"Look inside:  strawq inspect {s.pool}",
-        f"Logs:         {s.logs}",
-        f"Remove both:  rm -rf {shlex.quote(s.pool)} {shlex.quote(s.logs)}",
-    ]
-    return "\n".join([verdict, *lines, "", *after])
 
 
 def main() -> int:

@@ -6,9 +6,13 @@ The rule: talk goes to stderr; stdout is for answers.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strawq_workers.demo import DemoSummary
 
 
 class Narrator:
@@ -44,3 +48,29 @@ def narrator(prompts: int, batches: int, silent: bool, say: Callable[[str], None
                 bars.add_task("batches", total=batches),
             )
             yield Narrator(lambda text: console.print(text, soft_wrap=True), bars, tasks)
+
+
+def describe(summary: DemoSummary) -> str:
+    """The summary for a person."""
+    s = summary
+    rows = [
+        ("groups accepted", f"{s.groups_accepted}, taken in {s.batches} batches"),
+        ("tokens generated", f"{s.tokens_generated} by the engine, {s.tokens_accepted} in accepted groups"),
+        ("tokens resumed", f"{s.tokens_resumed} loaded from the pool instead of generated again"),
+        ("generated again", f"{s.tokens_again} tokens that the killed worker had not saved yet"),
+        ("leases expired", str(s.leases_expired)),
+        ("saved prefixes", f"{s.prefixes_kept} of {s.prefixes_saved} begin the answers that were handed in"),
+        ("policy versions", f"{', '.join(s.policy_versions_seen)}; {s.groups_of_two_versions} groups made by two"),
+        ("duplicates", str(s.duplicates)),
+        ("lost", str(s.lost)),
+        ("time", f"{s.seconds:g} s"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name.ljust(width)}  {value}" for name, value in rows]
+    verdict = "Nothing was lost." if s.sound else "THE AUDIT FOUND A FAULT."
+    after = [
+        f"Look inside:  strawq inspect {s.pool}",
+        f"Logs:         {s.logs}",
+        f"Remove both:  rm -rf {shlex.quote(s.pool)} {shlex.quote(s.logs)}",
+    ]
+    return "\n".join([verdict, *lines, "", *after])

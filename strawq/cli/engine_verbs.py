@@ -96,7 +96,8 @@ def demo(
 
     Exit code 1 if the audit finds a loss or a duplicate. The pool is kept: look into it with `strawq inspect`.
     """
-    from strawq_workers.demo import describe, run_demo
+    from strawq_workers.demo import run_demo
+    from strawq_workers.narration import describe
 
     summary = run_demo(directory or None, as_json, batches=batches, groups=groups)
     return Answer(summary, describe(summary), 0 if summary.sound else 1)

@@ -40,7 +40,7 @@ def retry_failed(pool: PoolPath, tasks: Tasks = [], everything: All = False, que
         chosen = pick_queue(open_pool, queue)
         wanted = _wanted(tasks, everything, chosen.dead_letters())
         done = [task for part in _parts(wanted) for task in chosen.retry_failed(part)]
-    return _outcome("retried", chosen.name, wanted, done)
+    return _outcome("retried", chosen.name, wanted, done, NO_LETTERS)
 
 
 @verb("drop", under="failed")
@@ -58,7 +58,7 @@ def drop_failed(
         wanted = _wanted(tasks, everything, dead)
         known = {task.id for task in dead}
         done = [task for part in _parts([t for t in wanted if t in known]) for task in chosen.drop_tasks(part, reason)]
-    return _outcome("dropped", chosen.name, wanted, done)
+    return _outcome("dropped", chosen.name, wanted, done, NO_LETTERS)
 
 
 @verb("drop")
@@ -72,7 +72,7 @@ def drop(
     with opened(pool) as open_pool:
         chosen = pick_queue(open_pool, queue)
         done = [task for part in _parts(tasks) for task in chosen.drop_tasks(part, reason)]
-    return _outcome("dropped", chosen.name, list(dict.fromkeys(tasks)), done)
+    return _outcome("dropped", chosen.name, list(dict.fromkeys(tasks)), done, HELD)
 
 
 def _wanted(tasks: list[str], everything: bool, dead: list[Task]) -> list[str]:
@@ -87,12 +87,18 @@ def _parts(tasks: list[str]) -> list[list[str]]:
     return [tasks[at : at + TASKS_PER_COMMAND] for at in range(0, len(tasks), TASKS_PER_COMMAND)]
 
 
-def _outcome(what: str, queue: str, wanted: list[str], done: list[str]) -> Answer:
+NO_LETTERS = "which are no dead letters of that queue (`strawq failed list` shows those)"
+HELD = "which are leased, in a batch, not started, ended or unknown"
+
+
+def _outcome(what: str, queue: str, wanted: list[str], done: list[str], why: str) -> Answer:
     """Tasks that stayed as they are make it exit code 1: a script must not take them for done."""
+    from strawq.limits import NAME_BYTES
+
     counted = set(done)
     untouched = [task for task in wanted if task not in counted]
     data: dict[str, Any] = {"queue": queue, what: done, "untouched": untouched}
     text = f"{plural(len(done), 'task')} {what}"
     if untouched:
-        text += f"; not these, which are leased, in a batch, not started, ended or unknown: {', '.join(untouched)}"
+        text += f"; not these, {why}: {', '.join(task[:NAME_BYTES] for task in untouched)}"
     return Answer(data, text, 1 if untouched else 0)

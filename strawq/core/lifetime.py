@@ -8,10 +8,10 @@ from typing import Any
 from strawq.core import commands as c
 from strawq.core import events as e
 from strawq.core.apply_lifetime import moves
-from strawq.core.names import require_branch, require_digests, require_name, require_queue, require_session
+from strawq.core.names import quoted, require_branch, require_digests, require_name, require_queue, require_session
 from strawq.core.state import State, pin_key
 from strawq.errors import BadInput, Gone
-from strawq.limits import METADATA_BYTES, NAME_BYTES
+from strawq.limits import METADATA_BYTES
 
 Answer = e.AnyEvent | e.Refusal
 
@@ -36,7 +36,7 @@ def _checkpoint(state: State, command: c.TakeCheckpoint) -> Answer:
 
 
 def _absent(what: str, name: str, there: Iterable[str]) -> str:
-    return f"there is no {what} {name[:NAME_BYTES]!r} (there are: {', '.join(there) or 'none'})"
+    return f"there is no {what} {quoted(name)} (there are: {', '.join(there) or 'none'})"
 
 
 def _drop_checkpoint(state: State, command: c.DropCheckpoint) -> Answer:
@@ -51,8 +51,7 @@ def _rollback(state: State, command: c.Rollback) -> Answer:
     if checkpoint is None and branch is None:
         names = ", ".join([*state.checkpoints, *(name for name in state.branches if name != state.active.row)])
         raise BadInput(
-            f"there is no checkpoint or branch {command.target[:NAME_BYTES]!r} to roll back to "
-            f"(there are: {names or 'none'})"
+            f"there is no checkpoint or branch {quoted(command.target)} to roll back to (there are: {names or 'none'})"
         )
     if command.target == state.active.row:
         raise BadInput(f"branch {command.target} is the active one already")

@@ -19,9 +19,14 @@ def require_name(name: str, what: str) -> None:
     surprise."""
     if len(name) > NAME_BYTES or not _NAME.match(name):
         raise BadInput(
-            f"{what} name {name[:NAME_BYTES]!r} is not allowed: use 1 to {NAME_BYTES} letters, digits, '.', '-' and "
+            f"{what} name {quoted(name)} is not allowed: use 1 to {NAME_BYTES} letters, digits, '.', '-' and "
             "'_', starting with a letter or digit"
         )
+
+
+def quoted(name: str) -> str:
+    """A name as messages show it: in quotes, and cut where it is longer than any name."""
+    return repr(name) if len(name) <= NAME_BYTES else f"{name[:NAME_BYTES]!r}..."
 
 
 def require_request(request: str) -> None:
@@ -33,7 +38,7 @@ def require_queue(state: State, name: str) -> Queue:
     queue = state.branch.queues.get(name)
     if queue is None:
         known = ", ".join(state.branch.queues) or "none"
-        raise BadInput(f"there is no queue {name!r} in this pool (queues: {known}); create it first")
+        raise BadInput(f"there is no queue {quoted(name)} in this pool (queues: {known}); create it first")
     return queue
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import blake3
 import msgspec
 
-from strawq.errors import Damaged, FormatUnsupported, NotAPool, StorageFailed
+from strawq.errors import BadInput, Damaged, FormatUnsupported, NotAPool, StorageFailed
 from strawq.limits import FORMAT_VERSION
 from strawq.model import PoolHeader
 from strawq.storage import layout
@@ -75,3 +79,37 @@ def read_header(files: Files, path: str) -> PoolHeader:
 
 class _Version(msgspec.Struct):
     format_version: int
+
+
+_MOUNT_NAMES = frozenset({".accesslog", ".config", ".stats", ".trash", "lost+found"})
+"""What a mount's own root may hold."""
+
+
+def require_free(path: str | os.PathLike[str]) -> Path:
+    """Where a new pool may be made: the absolute path of a directory that is empty or not there. `BadInput` says why
+    not."""
+    if not os.fspath(path) or "\0" in os.fspath(path):
+        raise BadInput(f"{os.fspath(path)!r} is no directory; name one for the pool")
+    root = Path(path).expanduser().absolute()
+    try:
+        if not root.is_dir():
+            if root.exists():
+                raise BadInput(f"{root} is not a directory; choose a new directory for the pool, or an empty one")
+            above = next((path for path in root.parents if path.exists()), root)
+            if not above.is_dir():
+                raise BadInput(
+                    f"{above} is not a directory: nothing can be made in it; choose another place for the pool"
+                )
+            return root
+        foreign = sorted(set(os.listdir(root)) - set(layout.DIRECTORIES) - _MOUNT_NAMES)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise BadInput(
+                f"the path {str(root)[:200]}... is too long for the file system; choose a shorter one"
+            ) from error
+        raise storage_failed("look into", str(root), error) from error
+    if layout.HEADER in foreign:
+        raise BadInput(f"{root} holds a pool already; open it, or choose another directory")
+    if foreign:
+        raise BadInput(f"{root} is not empty (it holds {foreign[0]!r}); choose a new directory for the pool")
+    return root

@@ -25,14 +25,16 @@ def test_the_tour(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = blocks("sh", "strawq init", tmp_path).replace("30000", str(port))
-    script = script.replace(". .venv/bin/activate\n", "set -e\n").replace("kill %1", "kill %1; wait || true")
+    script = script.replace(". .venv/bin/activate\n", "set -e\n").replace("kill %1", "kill %1; wait || true;")
+    script = script.replace("rm -rf", f"cp {tmp_path}/groups.jsonl {tmp_path}/collected\nrm -rf")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-mc", script], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "4 accepted" in done.stdout
-    assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 4
+    assert len((tmp_path / "collected").read_text().splitlines()) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["collected"], "the tour cleans up behind itself"
     assert "branch-2" in done.stdout
 
 

@@ -178,7 +178,7 @@ def test_options_that_cannot_be_obeyed_are_refused_at_the_start(
 
 
 def test_an_address_in_use(run: Run, engine: str) -> None:
-    ran = run("engine", "--port", engine.rpartition(":")[2], code=6)
+    ran = run("engine", "--port", engine.rpartition(":")[2], code=2)
     assert "cannot listen on" in ran.err
     assert "is 4" in run("engine", "--context-length", 4, code=2).err
 

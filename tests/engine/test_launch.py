@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from strawq.errors import BadInput, OperatorNeeded
+from strawq.errors import BadInput
 from strawq_workers.engine.engine_thread import EngineStopped
 from strawq_workers.engine.launch import running_engine, serve
 from strawq_workers.engine.options import EngineOptions
@@ -43,7 +43,7 @@ def test_the_process_prints_its_url_first_and_stops_on_a_signal(number: signal.S
 async def test_a_taken_port_is_named() -> None:
     async with running_engine(EngineOptions()) as (url, _):
         port = int(url.rsplit(":", 1)[1])
-        with pytest.raises(OperatorNeeded, match=f"127.0.0.1:{port}"):
+        with pytest.raises(BadInput, match=f"127.0.0.1:{port}"):
             await serve(EngineOptions(port=port))
 
 

@@ -6,6 +6,7 @@ import pytest
 from strawq import Pool, Prompt, QueueConfig, Sample, VersionSpan
 from strawq.core.commands import Expire
 from strawq.errors import BadInput, Damaged, Fenced, TryAgain
+from strawq.export import group_values
 from strawq.samples import Group
 from strawq_workers.collector import Collector, collect_to_jsonl, open_shared
 
@@ -181,6 +182,18 @@ def test_lines_hold_what_was_generated_and_the_batches_are_finished(tmp_path, po
     assert sample["tokens"] == [0, 1, 2] and sample["logprobs"] == [-0.5] * 3 and sample["reward"] == 1.0
     assert sample["versions"] == [{"start": 0, "end": 3, "version": "1"}] and sample["status"] == "completed"
     assert pool.queue().counts().trained == 5
+
+
+def test_a_group_whose_prompt_has_no_id_is_collected_and_exported_under_its_tasks(tmp_path, pool):
+    queue = pool.queue()
+    queue.submit([Prompt(tokens=[1, 2])])
+    work = queue.open(queue.acquire(1).leases[0])
+    sample = Sample(0, np.arange(3), np.full(3, -0.5), versions=(VersionSpan(0, 3, "1"),), status="completed")
+    queue.complete(work, Group(work.task, work.group.prompt, (sample,)))
+    assert group_values(Group(work.task, work.group.prompt, (sample,)))["group_id"] == work.task
+    collect_to_jsonl(pool, tmp_path / "out.jsonl", count=1, batches=1, timeout=5)
+    (row,) = rows(tmp_path / "out.jsonl")
+    assert row["group_id"] == row["task"] == work.task
 
 
 def test_a_run_that_died_before_it_finished_a_batch_does_not_write_it_twice(tmp_path, pool, monkeypatch):
