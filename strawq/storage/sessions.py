@@ -57,8 +57,8 @@ def _decode(data: bytes) -> Beat | None:
 
 @dataclass
 class _Watched:
-    """What one observer knows of a heartbeat. `still_seconds`: how long the same beat has been read. `dark_seconds`: how
-    long nothing has been read that is a beat (no file, or bytes that are none), since it last was."""
+    """What one observer knows of a heartbeat. `still_seconds`: how long the same beat has been read. `dark_seconds`:
+    how long nothing has been read that is a beat (no file, or bytes that are none), since it last was."""
 
     beat: int
     still_seconds: float
