@@ -104,13 +104,16 @@ class SessionKeeper:
 
     def _start(self) -> None:
         if self._background and not self._threads:
+            # Of these threads alone: one of before a close that still hangs ends when it wakes.
+            self._stop = threading.Event()
             for name, act in (("heartbeat", self.beat), ("watch", self.watch)):
-                thread = threading.Thread(target=self._keep, args=(name, act), name=f"strawq-{name}", daemon=True)
+                words = (name, act, self._stop)
+                thread = threading.Thread(target=self._keep, args=words, name=f"strawq-{name}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
-    def _keep(self, name: str, act: Callable[[], object]) -> None:
-        while not self._stop.wait(self.round_seconds):
+    def _keep(self, name: str, act: Callable[[], object], stop: threading.Event) -> None:
+        while not stop.wait(self.round_seconds):
             try:
                 act()
             except (OSError, StrawqError) as error:
@@ -178,14 +181,15 @@ class SessionKeeper:
             self._log.files.remove(layout.session_file(session))
 
     def close(self) -> None:
-        """Give leases and batches back and stop the threads. In a forked child: nothing. If that fails, nothing has
-        been given back, and closing again tries again."""
+        """Give leases and batches back and stop the threads; work that is wanted afterwards joins anew. In a forked
+        child: nothing. If that fails, nothing has been given back, and closing again tries again."""
         if os.getpid() != self._pid:
             return
         self._stop.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=10)
+        self._threads = []
         with self._lock:
             session = self.current
             if session:

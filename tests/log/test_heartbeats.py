@@ -91,3 +91,20 @@ def test_a_join_that_hangs_for_longer_than_a_lease_does_not_stop_the_heart() -> 
     assert told == [seen]
     assert seen in observer.log.refresh(lambda machine: list(machine.state.sessions))
     joining.pool.close()
+
+
+def test_a_process_that_goes_on_after_a_close_has_a_heart_again() -> None:
+    world = World()
+    living, observer = Hanging(world), _observer(world)
+    queue = living.pool.queue()
+    queue.submit(prompts(["a"]))
+    first = queue.acquire(1).leases[0]
+    living.pool.close()
+    living.let_go.set()  # Nothing hangs; only beats are counted.
+    living.hang()
+    work = queue.open(queue.acquire(1).leases[0])
+    assert work.lease.session != first.session
+    living.lives_for_leases(observer, 3)
+    assert queue.yield_(work).accepted == (work.task,)
+    living.pool.close()
+    assert observer.log.refresh(lambda machine: list(machine.state.sessions)) == []
