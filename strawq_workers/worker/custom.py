@@ -4,7 +4,7 @@ The rule: the function may do what it likes, and the worker stays in command. Wh
 with `abort_mode = "request"` is cancelled; any other is told so by its next turn and awaited, for `abort_timeout_s` at
 most. A pause is acknowledged when no request of the function's can be running: one that asks through the worker waits
 inside its turn, one with `abort_mode = "request"` is cancelled and called again, one that speaks to engines by itself
-is awaited.
+is awaited. Without `partial_rollout` a pause stops functions as the worker's own stop does, and the sample starts anew.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ async def generate_by_function(run: GroupRun, index: int) -> None:
             next_step(sample, run.prompt, place.plan)  # refuses a prompt that leaves no room
         before, held = len(sample.tokens), place.hold.stopped
         await _call(run, index)
+        if not finished(run.samples[index]) and not run.keeps_prefixes:
+            run.start_over(index)
         sample = run.samples[index]
         if finished(sample):
             return
@@ -119,7 +121,7 @@ async def _until_over(run: GroupRun, function: asyncio.Future[Any]) -> bool:
     """Waits for the function, and ends it when it has to stop. Returns whether it was cancelled."""
     place = run.place
     by_cancel = place.hooks.stops_by_cancel
-    signals = [run.stop, *([place.hold.stopped] if by_cancel else [])]
+    signals = [run.stop, *([place.hold.stopped] if by_cancel or not run.keeps_prefixes else [])]
     stopping = [asyncio.ensure_future(signal.wait()) for signal in signals]
     try:
         await asyncio.wait({function, *stopping}, return_when=asyncio.FIRST_COMPLETED)

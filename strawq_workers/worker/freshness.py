@@ -16,6 +16,7 @@ import msgspec
 from strawq.model import UNVERSIONED, policy_number
 from strawq.samples import Group, Sample, oldest_version
 from strawq_workers.admission.staleness import Candidate, StalenessBudget, Verdict
+from strawq_workers.worker.generation import generated_tokens
 from strawq_workers.worker.place import Place
 
 log = logging.getLogger("strawq.worker")
@@ -53,9 +54,8 @@ def drops_of(samples: Iterable[Sample]) -> int:
 
 def start_anew(place: Place, samples: Mapping[int, Sample]) -> dict[int, Sample]:
     """The samples without a token, and one drop more on their account."""
-    tokens = sum(len(sample.tokens) for sample in samples.values())
     count = drops_of(samples.values()) + 1
-    place.counters.tokens_discarded += tokens
+    place.counters.tokens_discarded += sum(map(generated_tokens, samples.values()))
     place.counters.stale_drops += 1
     first = min(samples)
     return {

@@ -58,6 +58,11 @@ def finished(sample: Sample) -> bool:
     return sample.status in FINISHED
 
 
+def generated_tokens(sample: Sample) -> int:
+    """Response tokens that came from engines: tool output and the like is not among them."""
+    return sum(info.end - info.start for info in sample.segments)
+
+
 def budget_left(sample: Sample, prompt_tokens: int, plan: Plan) -> int:
     """Response tokens that the sample may still get."""
     left = plan.options.max_new_tokens - len(sample.tokens)

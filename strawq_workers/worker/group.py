@@ -26,7 +26,7 @@ from strawq_workers.sglang.wire import GenerateRequest
 from strawq_workers.worker.custom import generate_by_function
 from strawq_workers.worker.failing import give_up
 from strawq_workers.worker.freshness import start_anew, verdict_on
-from strawq_workers.worker.generation import check_prefix, finished, next_step, take_segment
+from strawq_workers.worker.generation import check_prefix, finished, generated_tokens, next_step, take_segment
 from strawq_workers.worker.judging import judged
 from strawq_workers.worker.place import Attempt, EngineGarbled, EngineRefused, Place, PrefixRefused, first_of
 from strawq_workers.worker.reporting import Standing, words
@@ -75,6 +75,18 @@ class GroupRun:
         """As it is in the queue."""
         assert self.work is not None
         return self.work.group
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        return self.place.options.partial_rollout
+
+    def start_over(self, index: int) -> None:
+        """Throws away what the sample has: without partial rollout nothing is continued."""
+        sample = self.samples[index]
+        if len(sample.tokens) or sample.metadata:
+            self.place.counters.tokens_discarded += generated_tokens(sample)
+            self._rewrite = True
+            self.put(Sample(index, prompt_tokens=sample.prompt_tokens))
 
     # -- from outside -------------------------------------------------------------------------------------------
 
@@ -295,13 +307,14 @@ class GroupRun:
         return sum(len(sample.tokens) for sample in self.samples.values()) - saved
 
     def _snapshot(self) -> Group:
-        """The group as it is now. Samples without a token are left out until there is something to say of them."""
+        """The group as it is now. Samples without a token are left out until there is something to say of them, and
+        unfinished ones where prefixes are not kept."""
         assert self.work is not None
         saved = {sample.index for sample in self.work.group.samples}
         samples = [
             sample
             for index, sample in sorted(self.samples.items())
-            if len(sample.tokens) or finished(sample) or index in saved or sample.metadata
+            if finished(sample) or index in saved or (self.keeps_prefixes and (len(sample.tokens) or sample.metadata))
         ]
         return msgspec.structs.replace(self.work.group, samples=tuple(samples))
 

@@ -35,14 +35,14 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     engine's log-probs are, stored with each segment (`original`: of the full distribution; `processed`). `top_logprobs`
     captures SC rows of k tokens, `routed_experts` R3 rows.
 
-    Partial rollout. With `partial_rollout` false a sample comes from one request, or starts anew.
-    `mask_offpolicy_in_partial_rollout`: response tokens that are there when another request continues them get loss
-    mask 0. `changed_sampling`: a saved prefix that was sampled with other options is refused (the attempt fails), or
-    continued and marked (its segments differ, and `metadata["mixed_sampling"]` is true). `save_tokens` ends each
-    request after so many tokens, saves, and goes on with the next request; `save_seconds` aborts one that has run for
-    so long, saves and goes on (0: off; a prefix is then saved only at an abort). Both need sampling without penalties,
-    stop strings and `min_new_tokens`, which do not look across requests (with these, `save_seconds` is not obeyed), and
-    `partial_rollout`.
+    Partial rollout. With `partial_rollout` false a sample comes from one request (of a generate function: from one
+    call), or starts anew. `mask_offpolicy_in_partial_rollout`: response tokens that are there when another request
+    continues them get loss mask 0. `changed_sampling`: a saved prefix that was sampled with other options is refused
+    (the attempt fails), or continued and marked (its segments differ, and `metadata["mixed_sampling"]` is true).
+    `save_tokens` ends each request after so many tokens, saves, and goes on with the next request; `save_seconds`
+    aborts one that has run for so long, saves and goes on (0: off; a prefix is then saved only at an abort). Both
+    need sampling without penalties, stop strings and `min_new_tokens`, which do not look across requests (with these,
+    `save_seconds` is not obeyed), and `partial_rollout`.
 
     Staleness. `max_staleness`: how many policy versions older than the served one a group's oldest token may be (-1: no
     budget). `staleness_policy`: `admit` and `oldest_first` admit no more than `max_staleness` + 1 batches of
@@ -157,11 +157,6 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise BadInput(
                 f"staleness_policy {self.staleness_policy} bounds the batches that are not trained yet: set "
                 "batch_groups to the groups of one training batch"
-            )
-        if self.generate and not self.partial_rollout:
-            raise BadInput(
-                "a generate function makes a sample of several requests, which partial_rollout=False forbids: leave one"
-                " of them out"
             )
         if self.save_tokens and self.looks_back:
             raise BadInput(

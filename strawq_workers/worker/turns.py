@@ -156,7 +156,7 @@ class Turns:
             left = self._left(sampling, start)
             if left <= 0:
                 finish = "length"
-            elif run.stop.is_set():
+            elif run.stop.is_set() or (place.hold.stopped.is_set() and not run.keeps_prefixes):
                 return await self._stopped(start)
             elif place.hold.stopped.is_set():
                 await run.keep()
@@ -170,7 +170,8 @@ class Turns:
                 elif not segment.tokens and not stop.is_set():
                     await run.pause_after_empty_abort()
         response.put(response.sample, **{TURN: [start, len(response.sample.tokens), finish]})
-        await run.keep()
+        if run.keeps_prefixes:
+            await run.keep()
         return await self._answer(start, finish)
 
     def _left(self, sampling: Sampling, start: int) -> int:

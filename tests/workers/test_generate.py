@@ -5,6 +5,7 @@ import asyncio
 import generate_functions as functions
 import numpy as np
 import pytest
+from test_around import load_weights
 
 from strawq import QueueConfig
 from strawq.errors import BadInput
@@ -232,6 +233,30 @@ async def test_a_pause_waits_for_a_function_that_speaks_to_engines_by_itself(sta
         await worker
 
 
+async def test_without_partial_rollout_a_stop_or_a_pause_makes_the_sample_start_anew(stage_of):
+    whole = agent("two_tools", partial_rollout=False)
+    async with stage_of(tokens_per_second=12) as stage:
+        stage.submit(1)
+        stop = asyncio.Event()
+        worker = stage.start(stop, **whole)
+        await stage.until("the second turn runs", lambda: second_turn(stage), worker)
+        stop.set()
+        first = await worker
+        (group,) = stage.groups(session="")
+        assert group.samples == () and first.counters.tokens_discarded == first.counters.tokens_generated > 0
+        worker = stage.start(**whole)
+        await stage.until("the second turn runs again", lambda: second_turn(stage), worker)
+        await asyncio.to_thread(stage.pool.pause)
+        await stage.until("the pause is acknowledged", lambda: acknowledged(stage), worker)
+        await load_weights(stage, "2")
+        await asyncio.to_thread(stage.pool.resume, 2)
+        second = await worker
+        assert second.counters.tokens_resumed == 0 and second.counters.tokens_discarded > 0
+        (group,) = stage.groups(stage="ready")
+        for sample in group.samples:
+            assert len(sample.tokens) == 24 and len({span.version for span in sample.versions if span.version}) == 1
+
+
 # -- what a function may add ----------------------------------------------------------------------------------------
 
 
@@ -322,7 +347,6 @@ async def test_tool_output_that_fills_the_budget_truncates_without_a_request(sta
 @pytest.mark.parametrize(("options", "words"), [
     ({"generate": f"{G}:plain"}, "coroutine function"),
     ({"generate": f"{G}:nothing"}, "no 'nothing'"),
-    ({"generate": f"{G}:raises", "partial_rollout": False}, "several requests"),
 ])  # fmt: skip
 async def test_a_function_that_could_not_be_obeyed_is_refused_before_a_lease(stage_of, options, words):
     async with stage_of() as stage:
