@@ -201,3 +201,20 @@ def rows(text: str) -> list[list[str]]:
     """The cells of each row of a table, without its head."""
     lines = [line.strip().strip("|") for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.split(" | ")] for line in lines if "---" not in line][1:]
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    named = re.findall(r"`([a-z_/]+\.py)::(test_\w+)`", section("slime's own tests"))
+    assert len(named) > 100
+    missing = []
+    for file, name in named:
+        path = ROOT / "tests" / file
+        if not path.is_file() or not re.search(rf"^(async )?def {name}\(", path.read_text(), re.MULTILINE):
+            missing.append(f"{file}::{name}")
+    assert not missing
+
+
+def test_every_behaviour_is_covered_or_has_a_reason_why_not() -> None:
+    for cells in rows(section("slime's own tests")):
+        if cells[0] != "there":
+            assert "::test_" in cells[1] or re.match(r"not applicable: \S", cells[1]), cells
