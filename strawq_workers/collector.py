@@ -155,7 +155,7 @@ class Collector:
         while True:
             left = None if timeout is None else started + timeout - time.monotonic()
             late = left is not None and left <= 0
-            missing = self._holder() or self._older(count)
+            missing = self._holder() or self.waits_for(count)
             if not missing:
                 taken = self.pool.queue(self.queue).take_batch(count, consumer=self.consumer, fewer=fewer and late)
                 if taken.batch is not None:
@@ -198,7 +198,7 @@ class Collector:
         found: str | None = self.pool.log.refresh(view)
         return found
 
-    def _older(self, count: int) -> str:
+    def waits_for(self, count: int) -> str:
         """Which unfinished groups the next batch may not leave behind, in words; empty if none."""
         if self.max_staleness < 0:
             return ""

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from strawq.errors import StrawqError, TryAgain
+from strawq_workers.rollout.aging import begin_batch, waits_for_older
 from strawq_workers.rollout.measures import WorkRates, drop_metrics, group_metrics
 from strawq_workers.rollout.selection import select
 from strawq_workers.rollout.settings import batch_size, codec, options_of
@@ -140,6 +141,8 @@ class InBackground:
             fleet = await self._station.fleet(options, self._stop)
             place = Place(options, source, fleet, Hooks(options), make_admission(options, fleet))
             source.ready_max = place.admission.limits.groups
+            begin_batch(source, options, options.batch_groups)
+            source.policy_version = place.served = await served_version(fleet)
             self.source, self.worker = source, Worker(place)
             self._begun.set()
             summary = await run_until(self.worker, self._stop)
@@ -164,8 +167,9 @@ class InBackground:
             raise self._failure or Interrupted(f"rollout {rollout_id} was told to stop")
         source, place = self.source, self.worker.place
         source.ready_max = max(place.admission.limits.groups, count)
+        begin_batch(source, self._options, count)
         place.changed.set()
-        while source.ready < count:
+        while source.ready < count or waits_for_older(source, self._options, self.worker.runs.values(), count):
             self._raise_dead(place)
             if stop.is_set():
                 raise Interrupted(f"rollout {rollout_id} was told to stop with {source.ready} of {count} groups")
@@ -181,10 +185,12 @@ class InBackground:
     async def _taken(self, count: int, rollout_id: int, stop: asyncio.Event) -> Taken:
         source, place = self.source, self.worker.place
         entries = source.take(count)
+        source.untrained = len(entries)
         place.changed.set()
         try:
             samples = await source.samples(entries)
-            metrics = group_metrics([entry.group for entry in entries], await served_version(place.fleet))
+            source.policy_version = await served_version(place.fleet) or source.policy_version
+            metrics = group_metrics([entry.group for entry in entries], source.policy_version)
             if stop.is_set():
                 raise Interrupted(f"rollout {rollout_id} was told to stop")
         except BaseException:

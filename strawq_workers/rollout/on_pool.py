@@ -17,11 +17,13 @@ import msgspec
 from strawq.errors import BadInput, TryAgain
 from strawq.pool import Pool
 from strawq_workers.admission.slots import total_slots
+from strawq_workers.collector import Collector
 from strawq_workers.rates import Rates
 from strawq_workers.rollout.local_workers import LocalWorkers
 from strawq_workers.rollout.selection import refuse_all_samples_hook, select
 from strawq_workers.rollout.settings import StrawSource, batch_size, config_of, local_workers, options_of, worker_wait_s
 from strawq_workers.rollout.station import Station
+from strawq_workers.slime.checkpoint import CONSUMER
 from strawq_workers.worker.options import WorkerOptions
 
 log = logging.getLogger("strawq.rollout")
@@ -72,7 +74,7 @@ class OnPool:
             if self.workers is not None:
                 self._on_loop(self.workers.look)
             try:
-                return self._straw.collect(rollout_id, count, timeout=COLLECT_S)
+                return self._collect(rollout_id, count)
             except TryAgain as error:
                 missing = error
             now = time.monotonic()
@@ -87,6 +89,19 @@ class OnPool:
             if now - said > SAY_S:
                 said = now
                 log.warning("rollout %d waits: %s", rollout_id, missing)
+
+    def _collect(self, rollout_id: int, count: int) -> list[list[Any]]:
+        """The batch, unless it must wait for an older group. `TryAgain` says what is missing."""
+        end = time.monotonic() + COLLECT_S
+        budget = Collector(
+            self._straw.pool, self._straw.queue_name, f"{CONSUMER}{rollout_id}",
+            max_staleness=self._options.max_staleness, staleness_policy=self._options.staleness_policy,
+        )  # fmt: skip
+        while older := budget.waits_for(count):
+            if time.monotonic() > end:
+                raise TryAgain(older)
+            time.sleep(COLLECT_S / 10)
+        return self._straw.collect(rollout_id, count, timeout=max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
         """End the local workers; they give back what they have."""

@@ -88,8 +88,9 @@ class Returned(msgspec.Struct, frozen=True):
 
 
 class MemorySource:
-    """Belongs to one event loop. `ready_max`: nothing is fetched while so many complete groups wait to be taken (0: no
-    bound)."""
+    """Belongs to one event loop. `ready_max`: nothing is leased while so many complete groups wait to be taken (0: no
+    bound). `window`: no more groups than that are in hand, complete, or taken and not trained (`untrained`); 0: no
+    bound."""
 
     pool = None
     session = SESSION
@@ -97,6 +98,7 @@ class MemorySource:
     def __init__(self, data: DataSource, codec: Codec, *, ready_max: int = 0, max_attempts: int = MAX_ATTEMPTS) -> None:
         self.data = data
         self.ready_max = ready_max
+        self.window = self.untrained = 0
         self.policy_version = ""
         self.arrived = asyncio.Event()
         """Set when a group is complete; whoever waits for it clears it."""
@@ -128,6 +130,9 @@ class MemorySource:
             return Leases("paused")
         if self.ready_max and len(self._done) >= self.ready_max:
             return Leases("backpressured", (), f"{len(self._done)} complete groups wait to be taken")
+        count = min(count, self._room(count))
+        if count < 1:
+            return Leases("backpressured", (), f"{self.window} groups are in hand, complete, or not trained yet")
         missing = count - len(self._waiting())
         came = await asyncio.shield(self._fetch(missing)) if missing > 0 else 0
         if self._paused():
@@ -183,6 +188,10 @@ class MemorySource:
         """Groups that are here and not complete."""
         return len(self._entries)
 
+    def entries(self) -> tuple[list[Entry], list[Entry]]:
+        """Complete groups that wait to be taken, and those that may still become complete."""
+        return list(self._done.values()), [e for e in self._entries.values() if e.leased or self._waits(e)]
+
     def take(self, count: int) -> list[Entry]:
         """Up to `count` complete groups, those first that came first; the rest stay."""
         keys = sorted(self._done, key=lambda key: self._done[key].order)[:count]
@@ -227,6 +236,12 @@ class MemorySource:
         return Returned(*(stages.count(stage) for stage in ranks))
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _room(self, count: int) -> int:
+        if not self.window:
+            return count
+        leased = sum(entry.leased for entry in self._entries.values())
+        return self.window - leased - len(self._done) - self.untrained
 
     def _paused(self) -> bool:
         return self._pause is not None

@@ -22,6 +22,13 @@ def when_ready(args, sample):
     return 1.0
 
 
+def slow_first(args, sample):
+    """The first prompt is scored when the test says so."""
+    if number(sample) == 0:
+        assert gate["first"].wait(30)
+    return 1.0
+
+
 def first_three_first(args, prompt):
     """Token ids; those of the fourth prompt and later ones once the test says that the first are in the engine."""
     wait_for(gate["second"] if int(prompt.text.split()[1]) >= 3 else lambda: True)

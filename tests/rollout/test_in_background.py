@@ -103,6 +103,8 @@ def test_weights_change_while_generation_stands_still_and_prefixes_go_on_under_t
     source = source_of("object-store")
     args = source.args(partial_rollout=True, rollout_batch_size=3, rollout_max_response_len=60)
     generate_rollout_fully_async(args, 0, source.data)
+    start = engine.generated()
+    until("others have tokens", lambda: engine.generated() > start + 20)
     with weight_update(source.data, 2):
         assert engine.running() == 0
         made = engine.generated()
@@ -131,6 +133,40 @@ def test_an_engine_that_is_gone_is_an_error_of_the_call_and_the_next_call_begins
     thread.join(30)
     assert [error.exit_code for error in failures] == [4]
     assert len(generate_rollout_fully_async(source.args(), 0, source.data).samples) == 3
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2])
+@pytest.mark.parametrize("policy", ["admit", "oldest_first"])
+def test_no_group_is_older_than_its_budget(source_of, engine, budget, policy):
+    """Versions change after each batch, as fast as batches come."""
+    source, ages = source_of("object-store"), []
+    args = source.args(max_staleness=budget, staleness_policy=policy)
+    for rollout_id in range(6):
+        out = generate_rollout_fully_async(args, rollout_id, source.data)
+        assert len(out.samples) == 3
+        ages.append(out.metrics["rollout/staleness/max"])
+        with weight_update(source.data, rollout_id + 2):
+            engine.set_version(str(rollout_id + 2))
+    assert max(ages) == budget
+    assert running(source).source.ready + len(running(source).worker.runs) <= (budget + 1) * 3
+
+
+def test_a_batch_waits_for_the_older_group_that_would_miss_its_budget(source_of, engine):
+    source = source_of("object-store")
+    args = source.args(
+        max_staleness=1, staleness_policy="oldest_first", custom_rm_path=f"{HOOKS}.slow_first", partial_rollout=True
+    )
+    held = hooks.gate["first"] = threading.Event()
+    hooks.gate["second"] = lambda: True
+    first = generate_rollout_fully_async(args, 0, source.data)
+    assert 0 not in indices(first.samples)
+    with weight_update(source.data, 2):
+        engine.set_version("2")
+    until("a batch is complete behind it", lambda: running(source).source.ready >= 2)
+    waiting = threading.Timer(0.5, held.set)
+    waiting.start()
+    second = generate_rollout_fully_async(args, 1, source.data)
+    assert held.is_set() and indices(second.samples)[0] == 0 and second.metrics["rollout/staleness/max"] == 1
 
 
 def test_the_end_of_the_interpreter_gives_everything_back(args_of, engine, tmp_path):

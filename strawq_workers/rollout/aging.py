@@ -1,0 +1,52 @@
+"""The staleness budget of a rollout in this process: how much may be begun, and for what a batch waits.
+
+The rule: as on a pool. Under `admit` and `oldest_first` no more than `max_staleness` + 1 batches are unconsumed, the
+one in training included; under `oldest_first` a batch also waits for an older group that would miss the budget
+otherwise; `drop` is the worker's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from strawq.model import UNVERSIONED, policy_number
+from strawq.samples import Group, oldest_version
+from strawq_workers.admission.staleness import Candidate, StalenessBudget
+from strawq_workers.worker.group import GroupRun
+from strawq_workers.worker.memory import Entry, MemorySource
+from strawq_workers.worker.options import WorkerOptions
+from strawq_workers.worker.share import window_of
+
+
+def begin_batch(source: MemorySource, options: WorkerOptions, count: int) -> None:
+    """A batch of `count` groups is asked for. With a budget of 0 the one before must be trained, or nothing could be
+    begun."""
+    bounded = window_of(options) is not None
+    source.window = (options.max_staleness + 1) * max(count, options.batch_groups) if bounded else 0
+    if options.max_staleness == 0:
+        source.untrained = 0
+
+
+def waits_for_older(source: MemorySource, options: WorkerOptions, runs: Iterable[GroupRun], count: int) -> bool:
+    """Whether the next batch of `count` groups must wait for one that is not complete."""
+    if options.max_staleness < 0 or options.staleness_policy != "oldest_first":
+        return False
+    running = {
+        run.lease.task: Group(run.lease.task, run.group.prompt, tuple(run.samples.values()))
+        for run in runs
+        if run.work is not None
+    }
+    done, rest = source.entries()
+    budget = StalenessBudget(options.max_staleness, "oldest_first", batch_groups=count)
+    served = policy_number(source.policy_version)
+    selection = budget.select(
+        [_candidate(entry, entry.group) for entry in done],
+        [_candidate(entry, running.get(entry.key, entry.group)) for entry in rest],
+        served_version=None if served == UNVERSIONED else served,
+    )
+    return bool(selection.waiting_for)
+
+
+def _candidate(entry: Entry, group: Group) -> Candidate:
+    version = oldest_version(group)
+    return Candidate(entry.key, entry.key, None if version == UNVERSIONED else version, entry.order)
