@@ -92,12 +92,10 @@ def validate_rollout_arguments(args: Any) -> None:
     _check_debug(args)
     if value_of(args, "flush_cache_interval") != 1:
         _check_in_place(args)
-    path = value_of(args, "custom_generate_function_path")
-    if path and not value_of(args, "partial_rollout"):
-        raise BadInput(
-            "--custom-generate-function-path needs --partial-rollout: such a function makes a sample of several "
-            "requests, and goes on from what is saved of it"
-        )
+    if not _goes_on(args) and value_of(args, "rollout_save_tokens"):
+        raise BadInput("--rollout-save-tokens saves prefixes, which are only used with --partial-rollout: set both")
+    if not _goes_on(args) and value_of(args, "rollout_pause_policy") == "in_place":
+        raise BadInput("--rollout-pause-policy in_place lets samples be of several policies: set --partial-rollout too")
     if value_of(args, "group_rm") and not value_of(args, "custom_rm_path") and not getattr(args, "rm_type", None):
         raise BadInput("--group-rm says how --custom-rm-path is called: name the function")
     if getattr(args, "multimodal_keys", None):
@@ -105,6 +103,11 @@ def validate_rollout_arguments(args: Any) -> None:
             "--multimodal-keys is not supported by strawq's data sources: name a data source of your own with "
             "--data-source-path, whose samples may hold images"
         )
+
+
+def _goes_on(args: Any) -> bool:
+    """Whether a sample may be continued under another policy. Engines that pause in place do nothing else."""
+    return bool(value_of(args, "partial_rollout")) or value_of(args, "flush_cache_interval") != 1
 
 
 def _check_numbers(args: Any) -> None:
@@ -224,9 +227,9 @@ def worker_options(args: Any, engines: Sequence[str]) -> WorkerOptions:
     validate_rollout_arguments(args)
     if getattr(args, "rm_type", None) and not value_of(args, "custom_rm_path"):
         raise BadInput(f"--rm-type {args.rm_type} is slime's own reward: name a function with --custom-rm-path")
-    partial = bool(value_of(args, "partial_rollout"))
+    partial = _goes_on(args)
     staleness = value_of(args, "max_staleness")
-    in_place = value_of(args, "flush_cache_interval") != 1 and partial
+    in_place = value_of(args, "flush_cache_interval") != 1
     centering = bool(value_of(args, "use_score_centering"))
     return WorkerOptions(
         engines=tuple(engines),
@@ -245,7 +248,9 @@ def worker_options(args: Any, engines: Sequence[str]) -> WorkerOptions:
         top_logprobs=value_of(args, "score_centering_top_k") if centering else 0,
         routed_experts=bool(value_of(args, "use_rollout_routing_replay")),
         partial_rollout=partial,
-        mask_offpolicy_in_partial_rollout=partial and bool(value_of(args, "mask_offpolicy_in_partial_rollout")),
+        mask_offpolicy_in_partial_rollout=bool(
+            value_of(args, "partial_rollout") and value_of(args, "mask_offpolicy_in_partial_rollout")
+        ),
         save_tokens=value_of(args, "rollout_save_tokens"),
         save_seconds=float(value_of(args, "rollout_save_seconds")),
         max_staleness=-1 if staleness is None else staleness,

@@ -87,7 +87,8 @@ REFUSED = [
     ("--load-debug-rollout-data-subsample 0.5", "needs --load-debug-rollout-data"),
     ("--load-debug-rollout-data x --load-debug-rollout-data-subsample 1.5", "at most 1, not 1.5"),
     ("--flush-cache-interval 2 --debug-train-only", "--flush-cache-interval other than 1"),
-    ("--custom-generate-function-path a.b", "--custom-generate-function-path needs --partial-rollout"),
+    ("--rollout-save-tokens 8", "--rollout-save-tokens saves prefixes, which are only used with --partial-rollout"),
+    ("--rollout-pause-policy in_place", "lets samples be of several policies: set --partial-rollout too"),
     ("--group-rm", "--group-rm says how --custom-rm-path is called"),
     ("--rollout-max-prompt-len 9 --rollout-max-context-len 9", "leaves no room for an answer"),
 ]
@@ -199,10 +200,11 @@ def test_masking_without_partial_rollout_has_no_effect_as_in_slime() -> None:
 
 
 def test_engines_that_pause_in_place_choose_the_fully_asynchronous_rollout() -> None:
-    args = parsed("--flush-cache-interval", "2", "--partial-rollout")
+    args = parsed("--flush-cache-interval", "2")
     assert rollout_function_path(args) == FULLY_ASYNC
     assert rollout_function_path(args, evaluation=True) == "strawq_workers.slime.generate_rollout"
-    assert worker_options(args, ENGINES).pause_policy == "in_place"
+    options = worker_options(args, ENGINES)
+    assert (options.pause_policy, options.partial_rollout) == ("in_place", True)
     args.rollout_function_path = "mine.rollout"
     assert rollout_function_path(args) == "mine.rollout"
     assert rollout_function_path(parsed()) == "strawq_workers.slime.generate_rollout"
