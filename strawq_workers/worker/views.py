@@ -26,6 +26,8 @@ UNREAD = "strawq_unread_tokens"
 TURN = "strawq_turn"
 """Key of `Sample.metadata`: where the last turn of a generate function starts, and how it ended."""
 
+_SLIME = b"strawq.slime"
+
 
 class HookFailed(StrawqError):
     """A hook raised, or answered what it may not. The attempt fails with this message."""
@@ -135,8 +137,9 @@ def hook_view(group: Group, sample: Sample) -> HookSample:
     prompt = group.prompt
     ids = sample.prompt_tokens if sample.prompt_tokens is not None else prompt.tokens
     said: Any = prompt.text if prompt.text is not None else prompt.messages
+    fields, submitted = _given(prompt, sample)
     own = {name: value for name, value in sample.metadata.items() if name not in (REMOVED, UNREAD, TURN)}
-    return HookSample(
+    view = HookSample(
         index=sample.index,
         group_index=prompt.group_id or group.task_id,
         prompt=said if said is not None else "",
@@ -146,12 +149,24 @@ def hook_view(group: Group, sample: Sample) -> HookSample:
         label=prompt.label,
         reward=sample.reward,
         status=Status(sample.status),
-        metadata={**prompt.metadata, **own},
+        metadata={**submitted, **own},
         loss_mask=sample.loss_mask.tolist(),
         rollout_log_probs=None if sample.logprobs is None else sample.logprobs.tolist(),
         weight_versions=[span.version for span in sample.versions if span.version],
         remove_sample=bool(sample.metadata.get(REMOVED)),
     )
+    for name, value in fields.items():
+        setattr(view, name, value)
+    return view
+
+
+def _given(prompt: Prompt, sample: Sample) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields that a slime user gave with the sample, and the metadata that are not its own columns'."""
+    if prompt.payload is None or not prompt.payload.startswith(_SLIME):
+        return {}, dict(prompt.metadata)
+    from strawq_workers.slime.given import given  # on demand: only those who use slime's samples need it
+
+    return given(prompt, sample)
 
 
 def changed_by_hook(prompt: Prompt, sample: Sample, view: HookSample, before: HookSample, name: str) -> Sample:
@@ -194,8 +209,8 @@ def with_mask(sample: Sample, view: HookSample, what: str) -> Sample:
 def with_metadata(prompt: Prompt, sample: Sample, view: HookSample) -> Sample:
     """The sample with the view's metadata, less what is the prompt's own. `HookFailed` if it is not JSON."""
     kept = {name: sample.metadata[name] for name in (REMOVED, UNREAD, TURN) if name in sample.metadata}
-    own = prompt.metadata
-    added = {name: value for name, value in view.metadata.items() if name not in own or own[name] != value}
+    _, own = _given(prompt, sample)
+    added = {name: value for name, value in view.metadata.items() if name not in own or not _same(own[name], value)}
     try:
         msgspec.json.encode(added)
     except (TypeError, msgspec.MsgspecError) as error:
@@ -217,6 +232,13 @@ def reward_value(given: Any, index: int) -> float | dict[str, Any] | None:
     except (TypeError, msgspec.MsgspecError) as error:
         raise HookFailed(f"the reward of sample {index} is not a JSON value: {error}") from error
     return reward
+
+
+def _same(first: Any, second: Any) -> bool:
+    try:
+        return bool(first == second)
+    except (ValueError, RuntimeError):  # arrays and tensors say that their comparison is ambiguous
+        return np.array_equal(np.asarray(first), np.asarray(second))
 
 
 def _differs(now: Any, before: list[float] | None) -> bool:

@@ -1,0 +1,51 @@
+"""Hooks and generate functions of slime users, on samples that came from a slime data source."""
+
+import numpy as np
+
+from strawq_workers.agents import generate
+from strawq_workers.slime import Sample, prompt_of, samples_of
+
+HERE = "test_slime_hooks"
+
+
+def reward(args, sample):
+    assert sample.index in (40, 41) and sample.group_index == 7 and sample.label == "42"
+    assert sample.train_metadata == {"lr": (1, 2)} and sample.flavour == "sour"
+    assert sample.multimodal_inputs["pixels"].shape == (2, 3) and sample.metadata["seed"] == 3
+    assert sample.status == sample.Status.TRUNCATED
+    sample.metadata["judged"] = True
+    return 1.0
+
+
+def hook(args, sample):
+    assert isinstance(sample.metadata["where"], np.ndarray) and sample.flavour == "sour"
+    sample.metadata["hooked"] = sample.index
+    return sample
+
+
+async def turns(args, sample, sampling_params):
+    assert sample.flavour == "sour" and sample.index in (40, 41)
+    await generate(args, sample, sampling_params)
+    return sample
+
+
+async def test_functions_see_every_field_that_was_submitted_and_nothing_of_it_is_lost(stage_of):
+    asked = Sample(
+        index=40, group_index=7, prompt="what is it?", label="42", train_metadata={"lr": (1, 2)},
+        multimodal_inputs={"pixels": np.ones((2, 3), np.float32)}, metadata={"seed": 3, "where": np.arange(3)},
+    )  # fmt: skip
+    asked.flavour = "sour"
+    async with stage_of() as stage:
+        stage.queue.submit([prompt_of(asked, samples=2)])
+        stage.queue.seal()
+        options = {"reward": f"{HERE}:reward", "sample_hooks": (f"{HERE}:hook",), "generate": f"{HERE}:turns"}
+        summary = await stage.run(**options)
+        assert summary.counters.groups_accepted == 1 and not summary.failures
+        (group,) = stage.groups(stage="ready")
+        assert [sample.metadata for sample in group.samples] == [
+            {"hooked": 40, "judged": True}, {"hooked": 41, "judged": True},
+        ]  # fmt: skip
+        for at, sample in enumerate(samples_of(group, Sample)):
+            assert (sample.index, sample.reward, sample.flavour) == (40 + at, 1.0, "sour")
+            assert sample.metadata["hooked"] == 40 + at and sample.metadata["where"].tolist() == [0, 1, 2]
+            assert sample.response_length == 24 and len(sample.loss_mask) == 24
