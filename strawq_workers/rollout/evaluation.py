@@ -84,6 +84,9 @@ def evaluation_options(args: Any) -> WorkerOptions:
         mask_offpolicy_in_partial_rollout=False,
         save_tokens=0,
         save_seconds=0.0,
+        max_staleness=-1,
+        staleness_policy="admit",
+        batch_groups=0,
         **changes,
     )
 

@@ -46,12 +46,13 @@ def from_memory(args: Any, rollout_id: int, station: Station) -> tuple[Samples, 
     async def work(stop: asyncio.Event) -> tuple[Samples, dict[str, float]]:
         fleet = await station.fleet(options, stop)
         source = MemorySource(station.data_source, codec())
+        source.policy_version = await served_version(fleet)
         plan = RolloutPlan(count, max_surplus=surplus(args))
         try:
             metrics = await generate(station, options, source, plan, fleet, stop)
             entries = source.take(count)
             try:
-                metrics.update(group_metrics([entry.group for entry in entries], await served_version(fleet)))
+                metrics.update(group_metrics([entry.group for entry in entries], source.policy_version))
                 samples = await source.samples(entries)
                 if stop.is_set():
                     raise Interrupted(f"rollout {rollout_id} was told to stop")
@@ -149,6 +150,7 @@ async def generate(
     """Run a worker on `source` until the plan is done, and close the plan's account. Raises `RolloutFailed`,
     `Interrupted`, and what ends a worker; nothing is in flight then."""
     place = Place(options, source, fleet, Hooks(options), make_admission(options, fleet))
+    place.served = await served_version(fleet)
     intake, rates = PlanIntake(plan, place), WorkRates()
     try:
         summary = await run_until(Worker(place, intake), stop)

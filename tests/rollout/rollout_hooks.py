@@ -4,6 +4,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+from strawq_workers.agents import generate
 from strawq_workers.engine.vocabulary import encode_text
 
 gate = {"ready": lambda: True, "second": lambda: True}
@@ -52,6 +53,19 @@ def blocks(args, sample):
     reached.set()
     assert release.wait(30)
     return 1.0
+
+
+async def one_tool(args, sample, sampling_params, evaluation=False):
+    """Four tokens, a tool's answer of two, four tokens."""
+    while sample.response_length < 10:
+        turn = await generate(args, sample, {**sampling_params, "max_new_tokens": 4})
+        if turn.finish == "abort":
+            return sample
+        if sample.response_length < 10:
+            sample.append_response_tokens(args, tokens=[7, 8], trainable=False)
+    sample.metadata["evaluated"] = evaluation
+    sample.status = sample.Status.COMPLETED
+    return sample
 
 
 def drop_every_third(args, samples, **kwargs):

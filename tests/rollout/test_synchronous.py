@@ -200,3 +200,15 @@ def test_a_queue_that_holds_back_before_a_batch_is_complete_is_an_error(source_o
     with pytest.raises(BadInput, match="holds back"):
         function(source.args(), 0, source.data)
     assert engine.running() == 0 and source.leased() == 0
+
+
+@BOTH
+def test_a_generate_function_makes_the_samples_of_every_transport(source_of, engine, transport):
+    source = source_of(transport)
+    args = source.args(partial_rollout=True, custom_generate_function_path=f"{HOOKS}.one_tool")
+    out = generate_rollout(args, 0, source.data)
+    assert indices(out.samples) == [0, 1, 2]
+    for sample in (sample for group in out.samples for sample in group):
+        assert sample.response_length == 10 and sample.loss_mask == [1] * 4 + [0] * 2 + [1] * 4
+        assert sample.tokens[-6:-4] == [7, 8] and sample.metadata["evaluated"] is False
+        assert text_of(sample.tokens[:-10]) == sample.prompt and sample.status.value == "completed"
