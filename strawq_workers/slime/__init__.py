@@ -44,17 +44,17 @@ def build_data_source(args: Any) -> Any:
     """The data source that the flags ask for: the class of `--data-source-path`, else by `--rollout-data-transport`
     `StrawDataSource` for `straw` and `ObjectStoreDataSource` for `object-store` (slime's default). `BadInput` for any
     other."""
-    path = getattr(args, "data_source_path", None)
-    if path:
-        from strawq_workers.worker.hooks import load_hook
-
-        return load_hook(path, "data_source")(args)
     transport = getattr(args, "rollout_data_transport", None) or "object-store"
     sources = {"straw": "straw_source.StrawDataSource", "object-store": "object_store.ObjectStoreDataSource"}
     if transport not in sources:
         from strawq.errors import BadInput
 
         raise BadInput(f"--rollout-data-transport is straw or object-store, not {transport!r}")
+    path = getattr(args, "data_source_path", None)
+    if path:
+        from strawq_workers.worker.hooks import load_hook
+
+        return load_hook(path, "data_source")(args)
     module, name = sources[transport].split(".")
     return getattr(import_module(f"{__name__}.{module}"), name)(args)
 

@@ -230,3 +230,14 @@ async def test_the_event_loop_goes_on_and_a_cancelled_reader_loses_nothing(tmp_p
     source.close()
     with pytest.raises(BadInput, match="closed"):
         read(1)
+
+
+class OwnSource:
+    def __init__(self, args: Any) -> None:
+        self.args = args
+
+
+def test_a_data_source_of_ones_own_is_built_from_args_alone(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "own_sources", sys.modules[__name__])
+    args = args_in(tmp_path, data_source_path="own_sources.OwnSource")
+    assert build_data_source(args).args is args
