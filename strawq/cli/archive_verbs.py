@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strawq.cli.app import group, verb
-from strawq.cli.options import PoolPath, QueueName, opened, pick_queue
+from strawq.cli.options import PoolPath, QueueName, once, opened, pick_queue
 from strawq.cli.output import Answer, plural, progress, table
 
 if TYPE_CHECKING:
@@ -46,7 +46,9 @@ def save(
         else:
             picked = pick_queue(open_pool, queue).name
             tasks = task or [held.task.id for held in live_groups(open_pool, picked, ready=True)]
-            archive = save_archive(open_pool, name, picked, tasks)
+            archive = once(
+                open_pool, None, lambda request: save_archive(open_pool, name, picked, tasks, request_id=request)
+            )
         if to:
             write_archive(open_pool, name, to)
     count = len(archive.tasks)
@@ -85,7 +87,7 @@ def rm(pool: PoolPath, name: ArchiveName) -> Answer:
     from strawq.archives import delete_archive
 
     with opened(pool) as open_pool:
-        delete_archive(open_pool, name)
+        once(open_pool, None, lambda request: delete_archive(open_pool, name, request_id=request))
     return Answer({"deleted": name}, f"archive {name} is deleted; garbage collection frees what only it kept")
 
 

@@ -50,9 +50,9 @@ def opened(path: str, role: str = "cli") -> Iterator[Pool]:
 _ASK_AGAIN_SECONDS = (0.2, 1.0, 3.0)
 
 
-def once(pool: Pool, given: str, call: Callable[[str], T]) -> T:
+def once(pool: Pool, given: str | None, call: Callable[[str], T]) -> T:
     """`call` with a request id, the user's or a new one; again with the same while nobody knows whether it happened.
-    `OutcomeUnknown` says in the end how to ask again."""
+    `OutcomeUnknown` says in the end how to ask again, unless the verb has no `--request-id` (`given` None)."""
     from strawq.errors import OutcomeUnknown
 
     request = pool.request(given or None)
@@ -64,6 +64,8 @@ def once(pool: Pool, given: str, call: Callable[[str], T]) -> T:
     try:
         return call(request)
     except OutcomeUnknown as error:
+        if given is None:
+            raise
         raise OutcomeUnknown(f"{error}; repeat the command with --request-id {request}: it is done once") from error
 
 

@@ -230,7 +230,7 @@ def seal(
     """Say that no further prompts will come: the last batch may be smaller, and workers end when work does."""
     with opened(pool) as open_pool:
         chosen = pick_queue(open_pool, queue)
-        once(open_pool, "", lambda request: chosen.seal(not unseal, request_id=request))
+        once(open_pool, None, lambda request: chosen.seal(not unseal, request_id=request))
     return Answer(
         {"queue": chosen.name, "sealed": not unseal}, f"queue {chosen.name} is {'open' if unseal else 'sealed'}"
     )

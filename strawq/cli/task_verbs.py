@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from strawq.cli.app import group, verb
-from strawq.cli.options import PoolPath, QueueName, opened, pick_queue
+from strawq.cli.options import PoolPath, QueueName, once, opened, pick_queue
 from strawq.cli.output import Answer, plural, table
 
 if TYPE_CHECKING:
     from strawq.model import Task
+    from strawq.queue import Queue
 
 Tasks = Annotated[list[str], typer.Argument(metavar="[TASK]...", help="Ids of tasks.", show_default=False)]
 All = Annotated[bool, typer.Option("--all", help="All dead letters of the queue.")]
@@ -39,7 +41,7 @@ def retry_failed(pool: PoolPath, tasks: Tasks = [], everything: All = False, que
     with opened(pool) as open_pool:
         chosen = pick_queue(open_pool, queue)
         wanted = _wanted(tasks, everything, chosen.dead_letters())
-        done = [task for part in _parts(wanted) for task in chosen.retry_failed(part)]
+        done = [task for part in _parts(wanted) for task in once(open_pool, None, partial(_retry, chosen, part))]
     return _outcome("retried", chosen.name, wanted, done, NO_LETTERS)
 
 
@@ -57,7 +59,8 @@ def drop_failed(
         dead = chosen.dead_letters()
         wanted = _wanted(tasks, everything, dead)
         known = {task.id for task in dead}
-        done = [task for part in _parts([t for t in wanted if t in known]) for task in chosen.drop_tasks(part, reason)]
+        parts = _parts([task for task in wanted if task in known])
+        done = [task for part in parts for task in once(open_pool, None, partial(_drop, chosen, part, reason))]
     return _outcome("dropped", chosen.name, wanted, done, NO_LETTERS)
 
 
@@ -71,8 +74,16 @@ def drop(
     """End tasks that nobody holds (pending, ready, dead letters) without training on them."""
     with opened(pool) as open_pool:
         chosen = pick_queue(open_pool, queue)
-        done = [task for part in _parts(tasks) for task in chosen.drop_tasks(part, reason)]
+        done = [task for part in _parts(tasks) for task in once(open_pool, None, partial(_drop, chosen, part, reason))]
     return _outcome("dropped", chosen.name, list(dict.fromkeys(tasks)), done, HELD)
+
+
+def _retry(queue: Queue, tasks: list[str], request: str) -> tuple[str, ...]:
+    return queue.retry_failed(tasks, request_id=request)
+
+
+def _drop(queue: Queue, tasks: list[str], reason: str, request: str) -> tuple[str, ...]:
+    return queue.drop_tasks(tasks, reason, request_id=request)
 
 
 def _wanted(tasks: list[str], everything: bool, dead: list[Task]) -> list[str]:
