@@ -204,6 +204,8 @@ class Sampling:
                     by_task.setdefault(handed.mark, (handed, []))[1].append(sample)
             if by_task:
                 self._deliver(rollout_id, list(by_task.values()))
+                # A trainer overlaps by one: whoever generates rollout n has trained rollout n - 2.
+                self._batches.finish_up_to(rollout_id - 2)
             self._delivered = max(self._delivered, rollout_id)
             self._ended = True
 

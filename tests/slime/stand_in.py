@@ -113,6 +113,10 @@ class Engine:
         assert start + count == len(sample.tokens)
         sample.status = status(sample, finish)
 
+    async def is_aborted(self, aborted: asyncio.Event) -> bool:
+        """Whether the abort comes before a slow answer is there."""
+        return await aborted.wait()
+
     async def generate(self, args: Any, sample: Any, aborted: asyncio.Event) -> None:
         if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length:
             sample.loss_mask = [0] * sample.response_length
@@ -124,8 +128,7 @@ class Engine:
             return
         self.requests.append((sample.index, sample.response_length))
         left = self.tokens_of(sample) - sample.response_length
-        if self.waits(sample):
-            await aborted.wait()
+        if self.waits(sample) and await self.is_aborted(aborted):
             self.answer(args, sample, min(left, self.cut_after), "aborted")
             return
         await asyncio.sleep(0)

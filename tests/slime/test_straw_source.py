@@ -109,11 +109,11 @@ def test_args_get_names_and_no_handles(make: Make) -> None:
 
 def test_the_transport_chooses_the_data_source(make: Make, tmp_path: Path) -> None:
     make().close()
-    source = build_data_source(job_args(tmp_path, rollout_data_transport="straw"))
+    source = build_data_source(job_args(tmp_path, rollout_data_transport="straw", data_source_path=None))
     assert isinstance(source, StrawDataSource)
     source.close()
     with pytest.raises(BadInput, match="'nixl'"):
-        build_data_source(job_args(tmp_path, rollout_data_transport="nixl"))
+        build_data_source(job_args(tmp_path, rollout_data_transport="nixl", data_source_path=None))
 
 
 def test_another_dataset_is_refused_by_what_differs(make: Make, tmp_path: Path) -> None:
