@@ -21,6 +21,7 @@ import aiohttp
 import msgspec
 
 from strawq.errors import BadInput, EngineUnavailable, StrawqError, TryAgain
+from strawq_workers.sglang.arrivals import DECODE_IN_THREAD_BYTES, READ_EVERY_S, arriving, decoded, decoded_frames
 from strawq_workers.sglang.flight import Flight, StopSignal, wait_any
 from strawq_workers.sglang.info import Loads, ModelInfo, ServerInfo, config_beside, decode_info, shape_from
 from strawq_workers.sglang.options import EngineOptions
@@ -28,7 +29,13 @@ from strawq_workers.sglang.refusal import refusal_in_stream
 from strawq_workers.sglang.segment import Segment, empty_segment, segment_of, segment_of_cut
 from strawq_workers.sglang.stream import FrameParser
 from strawq_workers.sglang.transport import Transport
-from strawq_workers.sglang.wire import Chunk, GenerateRequest, ModelShape, check_request, decode_chunk, encode_request
+from strawq_workers.sglang.wire import (
+    Chunk,
+    GenerateRequest,
+    ModelShape,
+    check_request,
+    encode_request,
+)
 
 log = logging.getLogger("strawq.engines")
 
@@ -39,8 +46,6 @@ State = Literal["new", "up", "held", "down"]
 RID_BYTES = 16
 HELD_KEPT = 4096
 CHASES = 3
-DECODE_IN_THREAD_BYTES = 1 << 20
-"""Bodies above this are decoded in a thread: the event loop has heartbeats to serve."""
 
 
 class EngineClient:
@@ -220,19 +225,22 @@ class EngineClient:
                 return
             whole = await self.transport.read_whole(answer, what=what)
             flight.received += len(whole)
-        self._take(flight, await _decode(whole, what=what))
+        self._take(flight, await decoded(whole, what=what))
 
     async def _read_stream(self, flight: Flight, answer: aiohttp.ClientResponse) -> None:
         frames = FrameParser()
         what = flight.answer.what
-        async for data in answer.content.iter_any():
+        every = min(READ_EVERY_S, self.options.idle_grace_s / 2)
+        until = asyncio.get_running_loop().time() + self.options.request_timeout_s
+        async for data in arriving(answer.content, every, until):
             flight.received += len(data)
             if flight.received > self.options.answer_bytes_max:
                 raise EngineUnavailable(
                     f"{what}: the stream is longer than answer_bytes_max {self.options.answer_bytes_max}"
                 )
-            for payload in frames.feed(data):
-                self._take(flight, await _decode(payload, what=what))
+            payloads = frames.feed(data)
+            for chunk in await decoded_frames(payloads, what=what):
+                self._take(flight, chunk)
             if frames.done:
                 break
         if not flight.answer.ended:
@@ -435,9 +443,3 @@ class EngineClient:
         await wait_any([flight.sending for flight in flights], self.options.probe_timeout_s, every=True)
         await wait_any(list(self._errands), self.options.probe_timeout_s, every=True)
         await self.transport.close()
-
-
-async def _decode(payload: bytes | bytearray, *, what: str) -> Chunk:
-    if len(payload) > DECODE_IN_THREAD_BYTES:
-        return await asyncio.to_thread(decode_chunk, payload, what=what)
-    return decode_chunk(payload, what=what)

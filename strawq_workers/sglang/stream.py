@@ -20,6 +20,8 @@ from strawq_workers.sglang.wire import Chunk, Meta
 T = TypeVar("T")
 
 DONE = b"[DONE]"
+SMALL_BYTES = 1 << 16
+"""A frame that has begun is copied to what follows it up to this size; beyond, it is only added to."""
 
 
 class FrameParser:
@@ -35,6 +37,30 @@ class FrameParser:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The payloads that `data` completed, in order. Sets `done` at `[DONE]`; what follows it is ignored."""
+        if self.done:
+            return []
+        if self._lines or len(self._pending) > SMALL_BYTES:
+            return self._feed_lines(data)
+        if self._pending:
+            data = bytes(self._pending) + data
+            self._pending.clear()
+            self._searched = 0
+        # Frames of one whole line, as SGLang sends them, need no look at their lines.
+        *events, rest = data.split(b"\n\n")
+        frames: list[bytes] = []
+        for event in events:
+            if not event.startswith(b"data: ") or b"\n" in event or b"\r" in event:
+                frames += self._feed_lines(event + b"\n\n")
+            elif event == b"data: [DONE]":
+                self.done = True
+            else:
+                frames.append(event[6:])
+            if self.done:
+                return frames
+        return frames + self._feed_lines(rest) if rest else frames
+
+    def _feed_lines(self, data: bytes) -> list[bytes]:
+        """As `feed`, line by line."""
         self._pending += data
         frames: list[bytes] = []
         start = 0
@@ -73,7 +99,7 @@ class TokenField(Generic[T]):
     def __init__(self, name: str) -> None:
         self.name = name
         self.values: list[T] = []
-        self._cumulative: bool | None = None
+        self.cumulative: bool | None = None
 
     def fit(self, values: Sequence[T], total: int, *, what: str) -> list[T]:
         """The new values in one chunk's `values`, when `total` tokens have been made. Nothing is taken yet: see `take`.
@@ -98,20 +124,20 @@ class TokenField(Generic[T]):
     def take(self, new: list[T], length: int, total: int) -> None:
         """Keeps what `fit` found new in a chunk of `length` values, and remembers the form that the chunk has shown."""
         held = len(self.values)
-        if held and length and self._cumulative is None and held != total:
-            self._cumulative = held + len(new) == length
+        if held and length and self.cumulative is None and held != total:
+            self.cumulative = held + len(new) == length
         self.values.extend(new)
 
     def _form(self, length: int, total: int, values: Sequence[T]) -> str:
         held = len(self.values)
-        if self._cumulative is None:
+        if self.cumulative is None:
             # `length == total` and `held + length == total` exclude each other, for something is held.
             if length == total or held + length == total:
                 cumulative = length == total
             else:
                 cumulative = length >= held and list(values[:held]) == self.values
         else:
-            cumulative = self._cumulative or (held == total == length)
+            cumulative = self.cumulative or (held == total == length)
         return "cumulative" if cumulative else "incremental"
 
 
@@ -136,6 +162,8 @@ class Accumulator:
         """Takes one chunk. Raises `Misaligned` for a missing or null field, a count that shrinks, or tokens after the
         end."""
         meta = chunk.meta_info
+        if meta is not None and self._plain(chunk, meta):
+            return
         if meta is None:
             raise Misaligned(f"{self.what}: meta_info is missing from the engine's answer")
         if chunk.output_ids is None:
@@ -167,10 +195,43 @@ class Accumulator:
         self.total = meta.completion_tokens
         for field, new, length in news:
             field.take(new, length, self.total)
-        if meta.weight_version is not None:
-            self.marks.append(Mark(len(self.ids.values), meta.weight_version))
+        self._mark(meta)
         self.last = meta
         self.ended = self.ended or meta.finish_reason is not None
+
+    def _plain(self, chunk: Chunk, meta: Meta) -> bool:
+        """Takes a chunk of the form that nearly all have in the middle of a stream: known to be increments, and every
+        field brings exactly what `completion_tokens` has grown by. False: not one of these, nothing taken."""
+        ids, logprobs, total = chunk.output_ids, meta.output_token_logprobs, meta.completion_tokens
+        if not ids or total is None or meta.finish_reason is not None or chunk.index or self.ended:
+            return False
+        held, mine, theirs = self.total, self.ids, self.logprobs
+        if total != held + len(ids) or mine.cumulative is not False or len(mine.values) != held:
+            return False
+        if meta.output_top_logprobs is not None or self.tops.values:
+            return False
+        if logprobs is None:
+            if theirs.values:
+                return False
+        elif len(logprobs) != len(ids) or theirs.cumulative is not False or len(theirs.values) != held:
+            return False
+        else:
+            theirs.values += logprobs
+        mine.values += ids
+        self.total = total
+        self._mark(meta)
+        self.last = meta
+        return True
+
+    def _mark(self, meta: Meta) -> None:
+        version, marks = meta.weight_version, self.marks
+        if version is None:
+            return
+        mark = Mark(len(self.ids.values), version)
+        if len(marks) > 1 and marks[-1].version == version == marks[-2].version:
+            marks[-1] = mark  # between three marks of one version the middle one says nothing
+        else:
+            marks.append(mark)
 
     def _check_count(self, tokens: int) -> None:
         if tokens < self.total:
