@@ -63,8 +63,8 @@ def _line(trained: Trained) -> str:
         if name.count("/") == 1:
             parts.append(f"{name} {value:.3g}")
     parts += ["saved"] if trained.saved else []
-    then = f"then version {trained.version} " if trained.version else ""
-    return ", ".join([*parts, f"{then}({trained.seconds:.1f} s)"])
+    parts += [f"then version {trained.version}"] if trained.version else []
+    return f"{', '.join(parts)} ({trained.seconds:.1f} s)"
 
 
 def _text(summary: TrainingSummary) -> str:

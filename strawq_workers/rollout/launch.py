@@ -18,7 +18,11 @@ from strawq_workers.processes import Children
 from strawq_workers.rollout.debug_data import archive_path
 from strawq_workers.rollout.settings import straw_source
 from strawq_workers.rollout.trainer import ReferenceTrainer, Trained, TrainingSummary, replay
-from strawq_workers.slime.arguments import add_rollout_arguments, validate_rollout_arguments
+from strawq_workers.slime.arguments import (
+    add_rollout_arguments,
+    rollout_function_path,
+    validate_rollout_arguments,
+)
 
 SYNC, PARTIAL, FULLY_ASYNC = "sync", "partial", "fully-async"
 ENGINE_START_S = 60.0
@@ -49,13 +53,16 @@ def read_flags(flags: Sequence[str], mode: str) -> tuple[Any, str]:
     if given and mode:
         raise BadInput("--mode and --rollout-function-path both say how to roll out: leave one of them out")
     if not mode:
-        mode = FULLY_ASYNC if given == FUNCTIONS[FULLY_ASYNC] else PARTIAL if args.partial_rollout else SYNC
+        chosen = rollout_function_path(args)
+        mode = FULLY_ASYNC if chosen == FUNCTIONS[FULLY_ASYNC] else PARTIAL if args.partial_rollout else SYNC
     args.rollout_function_path = given or FUNCTIONS[mode]
     if mode == PARTIAL:
         args.partial_rollout = True
         if args.over_sampling_batch_size is None and args.rollout_batch_size:
             args.over_sampling_batch_size = 2 * args.rollout_batch_size
     validate_rollout_arguments(args)
+    if args.debug_train_only and not args.load_debug_rollout_data:
+        raise BadInput("--debug-train-only generates nothing: say what to train on with --load-debug-rollout-data")
     for path in filter(None, (args.save_debug_rollout_data, args.load_debug_rollout_data)):
         archive_path(path, 0)
     if args.eval_interval and mode == FULLY_ASYNC and args.rollout_data_transport == "straw":

@@ -28,6 +28,7 @@ from strawq_workers.rollout.in_background import InBackground
 from strawq_workers.rollout.settings import batch_size, options_of, straw_source
 from strawq_workers.rollout.station import station_of
 from strawq_workers.rollout.updates import weight_update
+from strawq_workers.slime.arguments import rollout_function_path
 
 log = logging.getLogger("strawq.rollout")
 
@@ -75,7 +76,9 @@ class ReferenceTrainer:
         self.data_source = data_source
         self.mode = mode
         self.told = told
-        self._generate = rollout_function(args, mode)
+        self._generate = rollout_function(str(getattr(args, "rollout_function_path", None) or ""), mode)
+        self._answer = rollout_function(rollout_function_path(args, evaluation=True), "sync")
+        self._trains = not getattr(args, "debug_rollout_only", False)
         self._warned = False
 
     def run(self) -> TrainingSummary:
@@ -141,7 +144,7 @@ class ReferenceTrainer:
         return trained_on(
             groups,
             rollout_id=rollout_id,
-            version=str(rollout_id + 1),
+            version=str(rollout_id + 1) if self._trains else "",
             saved=saved,
             metrics=dict(output.metrics or {}),
             evaluation=self._evaluate(rollout_id) if self._due("eval_interval", rollout_id) else None,
@@ -155,7 +158,7 @@ class ReferenceTrainer:
     def _save(self, rollout_id: int, samples: list[Any]) -> bool:
         """The model's files, then the data source's, then the tracker, as Megatron's trainer has them."""
         base = getattr(self.args, "save", None)
-        if not base:
+        if not base or not self._trains:
             return False
         root = Path(base).expanduser()
         station = station_of(self.data_source)
@@ -168,10 +171,12 @@ class ReferenceTrainer:
         return True
 
     def _evaluate(self, rollout_id: int) -> dict[str, Any]:
-        output = generate_rollout(self.args, rollout_id, self.data_source, evaluation=True)
+        output = self._answer(self.args, rollout_id, self.data_source, evaluation=True)
         return dict(output.metrics or {})
 
     def _publish(self, version: int) -> None:
+        if not self._trains:
+            return
         with weight_update(self.data_source, version):
             set_engine_version(self.args, self.data_source, str(version), self._warn)
 
@@ -222,9 +227,8 @@ def trained_on(groups: list[list[Any]], *, started: float, **fields: Any) -> Tra
     )
 
 
-def rollout_function(args: Any, mode: str) -> RolloutFunction:
-    """The rollout function of the flags, else that of the mode."""
-    path = str(getattr(args, "rollout_function_path", None) or "")
+def rollout_function(path: str, mode: str) -> RolloutFunction:
+    """The user's rollout function at this path, else that of the mode."""
     if path and not path.startswith("strawq_workers."):
         module, _, name = path.replace(":", ".").rpartition(".")
         try:

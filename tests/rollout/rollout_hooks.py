@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from strawq_workers.agents import generate
 from strawq_workers.engine.vocabulary import encode_text
+from strawq_workers.rollout import generate_rollout
 
 gate = {"ready": lambda: True, "second": lambda: True}
 reached = threading.Event()
@@ -87,3 +88,9 @@ def pops_the_first(args, groups):
 
 def filter_raises(args, groups):
     raise KeyError("no filter")
+
+
+def my_rollout(args, rollout_id, data_source, evaluation=False):
+    out = generate_rollout(args, rollout_id, data_source, evaluation)
+    out.metrics["mine"] = rollout_id
+    return out

@@ -77,8 +77,9 @@ class EngineThread:
             assert json.load(answer)["success"]
 
     def close(self):
-        self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(WAIT_S)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join(WAIT_S)
 
 
 class ListSource:

@@ -140,6 +140,30 @@ def test_evaluations_are_told_with_their_rollout(rollout, engine, prompts, tmp_p
     assert told["rollouts"][1]["evaluation"]["eval/few"] == 1.0
 
 
+@pytest.mark.parametrize("transport", ["straw", "object-store"])
+def test_engines_that_pause_in_place_keep_their_requests_over_new_weights(rollout, engine, tmp_path, transport):
+    told = rollout(
+        "--rollout-data-transport", transport, "--rollout-data-dir", tmp_path / "pool", "--engine", engine.url,
+        "--flush-cache-interval", 2, "--partial-rollout", *workers("fully-async"),
+    )  # fmt: skip
+    trained_once(told, "fully-async")
+    assert sum(batch["metrics"]["rollout/aborts"] for batch in told["rollouts"]) == 0
+
+
+def test_a_rollout_function_of_the_users_own_is_called(rollout, engine):
+    told = rollout("--engine", engine.url, "--rollout-function-path", "rollout_hooks.my_rollout")
+    trained_once(told, "sync")
+    assert all(batch["metrics"]["mine"] == batch["rollout_id"] for batch in told["rollouts"])
+    told = rollout("--engine", engine.url, "--rollout-function-path", "rollout_hooks.nothing", code=2)
+    assert "rollout_hooks.nothing" in told["error"]["message"]
+
+
+def test_without_training_no_version_and_no_checkpoint_is_made(rollout, engine, tmp_path):
+    told = rollout("--engine", engine.url, "--debug-rollout-only", "--save", tmp_path / "save", "--save-interval", 1)
+    assert [batch["version"] for batch in told["rollouts"]] == [""] * 3
+    assert not any(batch["saved"] for batch in told["rollouts"]) and not (tmp_path / "save").exists()
+
+
 def test_archives_of_a_run_are_trained_on_without_an_engine(rollout, engine, tmp_path):
     where = f"{tmp_path}/kept/{{rollout_id}}"
     made = rollout(
@@ -183,6 +207,7 @@ def test_a_checkpoint_of_a_background_worker_has_what_was_in_its_hands(rollout, 
         (["--embedded-engine", "--rollout-data-transport", "straw"], "requires --rollout-data-dir or --save"),
         (["--embedded-engine", "--over-sampling-batch-size", 1], "less than --rollout-batch-size"),
         (["--embedded-engine", "--mode", "sync", "--rollout-function-path", "a.b"], "leave one of them out"),
+        (["--debug-train-only"], "say what to train on"),
         (["--embedded-engine", "--prompt-data", "/nowhere.jsonl"], "/nowhere.jsonl cannot be read"),
         (
             ["--embedded-engine", "--mode", "fully-async", "--rollout-data-transport", "straw", "--rollout-data-dir",

@@ -2,11 +2,11 @@ import threading
 
 import pytest
 import rollout_hooks as hooks
-from scene import SLOW, indices, once, text_of, tokens_of
+from scene import SLOW, EngineThread, indices, once, text_of, tokens_of, until
 
-from strawq.errors import BadInput, StrawqError
+from strawq.errors import BadInput, EngineUnavailable, StrawqError
 from strawq.model import QueueConfig
-from strawq_workers.rollout import RolloutFailed, generate_rollout, generate_rollout_fully_async
+from strawq_workers.rollout import RolloutFailed, close_rollouts, generate_rollout, generate_rollout_fully_async
 from strawq_workers.rollout.station import station_of
 
 HOOKS = "rollout_hooks"
@@ -212,3 +212,51 @@ def test_a_generate_function_makes_the_samples_of_every_transport(source_of, eng
         assert sample.response_length == 10 and sample.loss_mask == [1] * 4 + [0] * 2 + [1] * 4
         assert sample.tokens[-6:-4] == [7, 8] and sample.metadata["evaluated"] is False
         assert text_of(sample.tokens[:-10]) == sample.prompt and sample.status.value == "completed"
+
+
+def test_a_data_source_that_raises_loses_nothing_of_what_it_gave(source_of, engine):
+    source = source_of("object-store")
+    give, calls = source.data.get_samples, []
+
+    def get_samples(count):
+        calls.append(count)
+        if len(calls) == 2:
+            raise RuntimeError("the disk is gone")
+        return give(2)
+
+    source.data.get_samples = get_samples
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        generate_rollout(source.args(), 0, source.data)
+    assert engine.running() == 0 and balanced(source).fetched == 2
+    source.data.get_samples = give
+    assert indices(generate_rollout(source.args(), 0, source.data).samples) == [0, 1, 2]
+
+
+@BOTH
+@pytest.mark.parametrize("engine", [SLOW], indirect=True)
+def test_an_engine_that_dies_in_the_middle_costs_no_group(source_of, engine, transport):
+    """Prefixes are kept, and a rollout on another engine goes on from them."""
+    source = source_of(transport)
+    args = source.args(partial_rollout=True, rollout_max_response_len=100)
+
+    def dies():
+        until("tokens are there", lambda: engine.generated() > 12)
+        engine.close()
+
+    killer = threading.Thread(target=dies)
+    killer.start()
+    with pytest.raises(EngineUnavailable):
+        generate_rollout(args, 0, source.data)
+    killer.join()
+    saved = source.waiting()
+    assert source.leased() == 0 and [number for number, _ in saved] == [0, 1, 2]
+    assert all(prefix for _, prefixes in saved for prefix in prefixes)
+    other = EngineThread()
+    try:
+        out = generate_rollout(source.args(**{**vars(args), "rollout_engines": [other.url]}), 0, source.data)
+    finally:
+        close_rollouts()
+        other.close()
+    assert indices(out.samples) == [0, 1, 2]
+    for (_, prefixes), now in zip(saved, tokens_of(out.samples), strict=True):
+        assert all(tokens[: len(prefix)] == prefix for prefix, tokens in zip(prefixes, now, strict=True))
