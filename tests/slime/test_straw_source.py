@@ -15,6 +15,7 @@ from stand_in import Engine, flat, job_args, status
 
 from strawq import Pool, QueueConfig
 from strawq.errors import BadInput, Damaged, Fenced, OutcomeUnknown, StorageFailed, TryAgain
+from strawq.storage.mounts import mount_of, read_juicefs_settings
 from strawq_workers.slime import StrawDataSource, build_data_source
 from strawq_workers.slime.sample import Sample
 
@@ -595,3 +596,41 @@ def test_closing_gives_back_leases_and_batches(make: Make) -> None:
         now = opened.queue().counts()
         assert (now.partial_pending, now.fresh_leased, now.partial_leased, now.in_batch) == (1, 0, 0, 1)
         assert opened.inspect().sessions == []
+
+
+@pytest.mark.juicefs
+def test_a_job_on_a_shared_mount_and_a_second_one_through_another_client(juicefs_pair: tuple[Path, Path]) -> None:
+    here, there = juicefs_pair
+    settings = read_juicefs_settings(mount_of(str(here)).mount_point)
+    assert settings is not None
+    declared = {
+        "direct_mount": True, "writeback": False, "open_cache": 0, "readdir_cache": False,
+        "client_version": settings.version, "durability_description": "a test volume",
+    }  # fmt: skip
+    (here / "declaration.json").write_text(json.dumps(declared))
+    flags = {
+        "rollout_storage_profile": "juicefs",
+        "rollout_storage_declaration": str(here / "declaration.json"),
+        "rollout_queue_online_gc": True,
+        "partial_rollout": True,
+    }
+    first = StrawDataSource(job_args(here, **flags))
+    assert first.pool.header.storage_profile == "juicefs"
+    assert (first.pool.header.declaration or {})["durability_description"] == "a test volume"
+    first.load(-1)
+    groups = first.get_samples(2)
+    cut(first, groups[:1])
+    finish(first, groups[1:])
+    deliver(first, 0, groups[1:])
+    with pytest.raises(BadInput, match="Another training job owns save directory"):
+        StrawDataSource(job_args(there, **flags))
+    first.save(0)
+    first.close()
+    second = StrawDataSource(job_args(there, **flags))
+    assert second.load(0).mode == "same queue"
+    (partial,) = second.get_samples(1)
+    assert [sample.response_length for sample in partial] == [2, 2]
+    second.close()
+    (here / "declaration.json").write_text(json.dumps({**declared, "writeback": True}))
+    with pytest.raises(BadInput, match="writeback is declared as true"):
+        StrawDataSource(job_args(here, **flags))
