@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("strawq.worker")
 
-EMPTY_CALLS_MAX = 8
+EMPTY_CALLS_MAX = 5
 """Calls in a row that end in `aborted` with nothing new, although nobody asked for a stop, before the attempt fails."""
 
 

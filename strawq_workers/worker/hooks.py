@@ -56,7 +56,10 @@ class Hooks:
         """The generate function's answer. Raises `HookFailed`, and `CancelledError` if its task was cancelled."""
         assert self.generate is not None
         named = {"evaluation": self.evaluation} if "evaluation" in _keywords(self.generate) else {}
-        return await self.generate(self.args, sample, sampling_params, **named)
+        try:
+            return await self.generate(self.args, sample, sampling_params, **named)
+        except SystemExit as error:
+            raise raised("generate", error) from error  # in a task of its own it would end the event loop
 
     async def change(self, group: Group) -> Group:
         """The group after the sample hooks, in order, on each sample without a reward. Raises `HookFailed`, or

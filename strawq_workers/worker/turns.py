@@ -256,8 +256,8 @@ class Turns:
                 f"generate function returned sample {index} with status {status!r}: set completed, truncated, "
                 "failed, or aborted if it was told to stop"
             )
-        if status == "aborted":
-            return
+        if status == "aborted" or self._told:
+            return  # after a turn that was cut off the response is unfinished, whatever the function calls it
         unread, sample = len(response.unread), response.sample
         if unread:
             rows, due = 0 if sample.r3 is None else len(sample.r3), len(response.prompt) + response.length - 1

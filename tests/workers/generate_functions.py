@@ -1,11 +1,13 @@
 """Generate functions and sample hooks that tests name by dotted path."""
 
 import asyncio
+import contextlib
 import copy
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
-from strawq.errors import Misaligned
+from strawq.errors import EngineUnavailable, Misaligned
 from strawq_workers.agents import GenerationStopped, generate
 
 calls: Counter[str] = Counter()
@@ -108,6 +110,21 @@ async def stays_pending(args, sample, sampling_params):
 
 async def raises(args, sample, sampling_params):
     raise ZeroDivisionError("no turn today")
+
+
+async def exits(args, sample, sampling_params):
+    sys.exit(3)
+
+
+async def leaks_a_cancellation(args, sample, sampling_params):
+    raise asyncio.CancelledError
+
+
+async def swallows_engine_trouble(args, sample, sampling_params):
+    with contextlib.suppress(EngineUnavailable):
+        await generate(args, sample, sampling_params)
+    sample.status = "completed"
+    return sample
 
 
 async def always_aborted(args, sample, sampling_params):

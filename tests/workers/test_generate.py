@@ -8,7 +8,7 @@ import pytest
 from test_around import load_weights
 
 from strawq import QueueConfig
-from strawq.errors import BadInput
+from strawq.errors import BadInput, EngineUnavailable
 
 G = "generate_functions"
 
@@ -109,13 +109,15 @@ async def test_a_turn_that_ended_is_durable_before_its_tool_runs(stage_of):
         stage.submit(1)
         worker = stage.start(**agent("waits_in_a_tool"))
         await asyncio.wait_for(functions.gate.entered.wait(), 20)
-        await stage.until("both turns are saved", lambda: stage.held(tokens=12), worker)
-        (group,) = stage.groups(stage="partial")
-        assert all(sample.metadata["strawq_turn"] == [0, 6, "length"] for sample in group.samples)
+        await stage.until("both turns are saved as ended", lambda: ended_turns(stage) == [[0, 6, "length"]] * 2, worker)
         functions.gate.release.set()
         assert (await worker).counters.groups_accepted == 1
         (group,) = stage.groups(stage="ready")
         assert [set(sample.metadata) for sample in group.samples] == [{"first"}, {"first"}]
+
+
+def ended_turns(stage) -> list:
+    return [sample.metadata.get("strawq_turn") for group in stage.groups(stage="partial") for sample in group.samples]
 
 
 async def test_a_function_is_told_to_stop_by_its_next_turn_and_its_metadata_survive(stage_of):
@@ -302,6 +304,8 @@ async def test_a_copy_of_the_sample_and_a_list_of_one_are_taken(stage_of):
         ("answers_none", "return the sample that it was given"),
         ("stays_pending", "status 'pending'"),
         ("raises", "ZeroDivisionError: no turn today"),
+        ("exits", "SystemExit"),
+        ("leaks_a_cancellation", "cancelled from within"),
         ("always_aborted", "nobody has told it to stop"),
     ],
 )
@@ -314,6 +318,27 @@ async def test_a_function_that_goes_wrong_fails_the_attempt_with_its_reason_and_
         assert words in dead.reason and dead.failures == 2 and not worker.done()
         stage.worker.place.stop("stopped")
         await worker
+
+
+async def test_an_engine_that_does_not_answer_burns_no_attempt_even_if_the_function_swallows_it(stage_of):
+    async with stage_of() as stage:
+        worker = stage.start(**agent("swallows_engine_trouble"))
+        await stage.until("the worker is up", lambda: stage.worker, worker)
+        fleet, refused = stage.worker.place.fleet, []
+        generate = fleet.generate
+
+        async def first_is_refused(request, stop=None):
+            if not refused:
+                refused.append(request)
+                raise EngineUnavailable("nobody is there")
+            return await generate(request, stop)
+
+        fleet.generate = first_is_refused
+        await asyncio.to_thread(stage.submit, 1)
+        summary = await worker
+        assert summary.counters.groups_yielded == 1 and summary.counters.groups_accepted == 1
+        (held,) = stage.held(stage="ready")
+        assert held.task.failures == 0 and summary.counters.tokens_generated == 2 * 60
 
 
 async def test_a_response_that_ends_in_unread_tokens_has_no_routes_for_them_and_fails_with_the_counts(stage_of):

@@ -151,7 +151,7 @@ def test_a_worker_frozen_past_its_lease_wakes_to_stale_leases_and_goes_on(theatr
     sleeper.thaw()
     first, second = sleeper.answer(WAIT_S), other.answer(WAIT_S)
     assert first["counters"]["groups_stale"] == len(taken) and first["counters"]["sessions_lost"] == 1
-    assert _log(sleeper).count("was taken for dead: its groups are dropped") == 1
+    assert _log(sleeper).count("was taken for dead") == 1, "said once, by whoever notices first"
     assert first["counters"]["groups_failed"] == second["counters"]["groups_failed"] == 0
     assert first["counters"]["groups_accepted"] + second["counters"]["groups_accepted"] == 3
     assert theatre.pool.inspect().queues["rollout"].accepted == 3 and len(theatre.ready()) == 3
