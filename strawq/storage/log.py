@@ -292,8 +292,10 @@ class CommitLog(Replay[M]):
             ) from error
         if below:
             machine.undo()
+            # It may be a commit and no ghost: then the floor that lets it go is to be durable first, as for any trim.
             # One that cannot be removed is garbage below the floor; the next trim finds it.
             with contextlib.suppress(OSError):
+                self.files.sync_directory(layout.FLOORS)
                 self.files.remove(layout.entry(seq))
             return "ghost"
         self._advance(seq, digest, sum(len(part) for part in buffers))

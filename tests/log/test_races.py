@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import threading
 from collections.abc import Callable
 
@@ -164,6 +165,41 @@ def test_a_writer_that_slept_after_its_commit_finds_it_by_identity(monkeypatch: 
     after_publish(sleeper, meanwhile)
     assert queue.submit(prompts(5, "slept")).prompts == 5
     assert world.process().queue().counts().total == 6
+
+
+def test_no_entry_goes_for_a_floor_that_a_power_cut_could_take_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trimmer dies between the name of its floor and the sync of it; the sleeper finds its commit below that."""
+    world = World()
+    sleeper, trimmer = world.process(), world.process()
+    queue = sleeper.queue()
+    mine = sleeper.log.machine.seq + 1
+
+    def meanwhile() -> None:
+        world.process().queue().submit(prompts(1))
+        files = trimmer.files
+        assert isinstance(files, FaultyFiles)
+
+        def die(moment: str, kind: str, path: str) -> None:
+            if (moment, kind, path) == ("before", "sync_directory", layout.FLOORS):
+                raise Crash("no floor is durable")
+
+        files.hook = die
+        with pytest.raises(Crash):
+            trim_hard(trimmer, monkeypatch)
+
+    after_publish(sleeper, meanwhile)
+    assert queue.submit(prompts(5, "slept")).prompts == 5
+    world.memory.crash(random.Random(1), "drop")
+    assert _there(world, layout.entry(mine)) or _there(world, layout.floor(1)), "gone, and the floor with it"
+    assert world.process().queue().counts().total == 6
+
+
+def _there(world: World, path: str) -> bool:
+    try:
+        world.memory.read(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def test_a_writer_that_slept_longer_than_the_pool_remembers_says_that_it_does_not_know(
