@@ -18,6 +18,8 @@ COMMIT_TRIES = 2000
 """Races that one group commit may lose before `Contended`."""
 RELOAD_TRIES = 40
 """Times a reader below a floor looks for a newer snapshot."""
+VOIDED_IN_A_ROW = 16
+"""Torn entries, one behind the other, that one repair passes over."""
 UNKNOWN_TRIES = 8
 """Times a publish whose reply was lost is asked about again."""
 SNAPSHOT_ENTRIES = 512

@@ -136,9 +136,9 @@ def _check_log(pool: Pool, head: int, found: list[Finding], progress: Progress) 
     while seq <= head + 1:
         entry = _read_entry(pool, seq)
         if isinstance(entry, str):
-            following = _read_entry(pool, seq + 1)
-            if isinstance(following, Entry) and following.line.voids == seq:
-                seq += 1
+            following = pool.log.read_past(seq)
+            if following is not None and following.line.voids == seq:
+                seq = following.line.seq
                 continue
             rest = f"every state after entry {seq - 1} that no snapshot holds"
             remedy = (
@@ -220,8 +220,8 @@ def _folds_to(pool: Pool, base: Machine, snapshot: Snapshot) -> bool:
     while base.seq < snapshot.line.seq:
         entry = _read_entry(pool, base.seq + 1)
         if isinstance(entry, str):
-            entry = _read_entry(pool, base.seq + 2)
-            if isinstance(entry, Entry) and entry.line.voids != base.seq + 1:
+            entry = pool.log.read_past(base.seq + 1)
+            if entry is not None and entry.line.voids != base.seq + 1:
                 return True
         if not isinstance(entry, Entry):
             return True

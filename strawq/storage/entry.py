@@ -17,7 +17,8 @@ from strawq.storage.sealed import Unsealed, seal, unseal
 
 class EntryLine(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Line 1. `inline` are pairs of digest and size in bytes; their offsets follow from the order. `voids` names the
-    entry before as one that was never whole, so that history goes on behind it; `prev` is then the one before that."""
+    first of the entries right before this one that were never whole (mostly there is one), so that history goes on
+    behind them; `prev` is then the one before those."""
 
     seq: int
     prev: str
@@ -66,12 +67,29 @@ def decode_entry(seq: int, path: str, data: bytes) -> Entry:
     try:
         line = _decoder.decode(first)
     except msgspec.MsgspecError as error:
-        raise _damaged(path, f"it is not an entry of this format ({error})") from error
+        raise Damaged(
+            f"log entry {path} is not an entry of this format ({error}): a newer strawq may have written it; use "
+            "that one"
+        ) from error
     if line.seq != seq:
         raise _damaged(path, f"it is entry {line.seq}")
     if len(payload) != sum(size for _, size in line.inline):
         raise _damaged(path, f"its payload has {len(payload)} bytes")
     return Entry(line, digest, payload, len(data))
+
+
+def is_torn(data: bytes) -> bool:
+    """Whether these are the bytes of an entry that was never whole. One that is whole and not understood is none: a
+    newer strawq may have written it, and told somebody that it happened."""
+    try:
+        first, _, payload = unseal(data)
+    except Unsealed:
+        return True
+    try:
+        line = _decoder.decode(first)
+    except msgspec.MsgspecError:
+        return False
+    return len(payload) != sum(size for _, size in line.inline)
 
 
 def _damaged(path: str, why: str) -> Damaged:

@@ -292,8 +292,7 @@ class CommitLog(Replay[M]):
             ) from error
         if below:
             machine.undo()
-            # It may be a commit and no ghost: then the floor that lets it go is to be durable first, as for any trim.
-            # One that cannot be removed is garbage below the floor; the next trim finds it.
+            # It may be a commit: as in any trim, the floor is durable first. If it stays, the next trim finds it.
             with contextlib.suppress(OSError):
                 self.files.sync_directory(layout.FLOORS)
                 self.files.remove(layout.entry(seq))
@@ -306,7 +305,8 @@ class CommitLog(Replay[M]):
         """Let history go on behind a damaged entry that is the newest: nobody can have built on it, and with a
         truthful fsync nobody was told that it was committed. Returns its number, or 0 if the newest entry is whole.
 
-        The void is itself an entry, so of two repairs, or a repair and a commit, one wins."""
+        The void is itself an entry, so of two repairs, or a repair and a commit, one wins. One that is torn in its turn
+        is passed over by the next repair, together with what it was about."""
         with self._lead:
             try:
                 self._catch_up()
@@ -315,22 +315,23 @@ class CommitLog(Replay[M]):
                 # Only an entry whose own bytes are torn is void. One that does not follow from ours, or that a newer
                 # version wrote, is whole, and somebody was told that it happened.
                 seq = self.machine.seq + 1
-                if not self._torn(seq):
+                following = self._behind_torn(seq)
+                if following == seq:
                     raise
-            if self.read_entry(seq + 1) is not None:
+            if self.read_entry(following) is not None:
                 raise Damaged(
                     f"log entry {layout.entry(seq)} is damaged and others follow it: history cannot be read past "
                     "it; restore the file"
                 )
-            line = EntryLine(
-                seq + 1, self.tip, self._clock.new_id(), self.staging.instance, self._clock.wall_ms(), [], voids=seq
-            )
+            who, now_ms = self.staging.instance, self._clock.wall_ms()
+            line = EntryLine(following, self.tip, self._clock.new_id(), who, now_ms, [], voids=seq)
             try:
-                self._sync_name(seq)
-                self._append.make_segment(seq + 1)
-                self._append.publish(seq + 1, line.id, [encode_entry(line)[0]])
+                for number in range(seq, following):
+                    self._sync_name(number)
+                self._append.make_segment(following)
+                self._append.publish(following, line.id, [encode_entry(line)[0]])
             except OSError as error:
-                raise storage_failed("write", layout.entry(seq + 1), error) from error
+                raise storage_failed("write", layout.entry(following), error) from error
             self._catch_up()
             self._make_durable(self.machine.seq)
             return seq

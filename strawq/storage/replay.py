@@ -14,10 +14,10 @@ import blake3
 import msgspec
 
 from strawq.errors import Damaged, StorageFailed
-from strawq.limits import RELOAD_TRIES
+from strawq.limits import RELOAD_TRIES, VOIDED_IN_A_ROW
 from strawq.storage import layout
 from strawq.storage.clock import Clock
-from strawq.storage.entry import Entry, decode_entry
+from strawq.storage.entry import Entry, decode_entry, is_torn
 from strawq.storage.failure import file_calls, storage_failed
 from strawq.storage.files import Files
 from strawq.storage.floors import decode_floor
@@ -137,23 +137,40 @@ class Replay(Generic[M]):
         return None
 
     def _next_entry(self) -> Entry | None:
-        """The entry after the newest that is folded; one that a repair has declared void is passed over."""
+        """The entry after the newest that is folded; those that a repair has declared void are passed over."""
         seq = self.machine.seq + 1
         try:
             return self.read_entry(seq)
         except Damaged:
-            following = self.read_entry(seq + 1)
+            following = self.read_past(seq)
             if following is None or following.line.voids != seq:
                 raise
-            self.damage[layout.entry(seq)] = f"log entry {layout.entry(seq)} was never whole and is void"
+            for number in range(seq, following.line.seq):
+                path = layout.entry(number)
+                self.damage[path] = f"log entry {path} was never whole and is void"
             return following
 
-    def _torn(self, seq: int) -> bool:
-        try:
-            self.read_entry(seq)
-        except Damaged:
-            return True
-        return False
+    def read_past(self, seq: int) -> Entry | None:
+        """The first whole entry behind `seq`, which is damaged; None if there is none, or too far away: a repair may be
+        torn as well, but hardly often."""
+        for number in range(seq + 1, seq + 1 + VOIDED_IN_A_ROW):
+            try:
+                return self.read_entry(number)
+            except Damaged:
+                continue
+        return None
+
+    def _behind_torn(self, seq: int) -> int:
+        """The first number from `seq` on at which no entry stands that was never whole."""
+        for number in range(seq, seq + VOIDED_IN_A_ROW):
+            try:
+                self.read_entry(number)
+                return number
+            except Damaged:
+                with file_calls("read", layout.entry(number)):
+                    if not is_torn(self.files.read(layout.entry(number))):
+                        return number
+        return seq + VOIDED_IN_A_ROW
 
     def _load(self) -> None:
         snapshot = next(usable_snapshots(self.files, self.pool, self.damage), None)

@@ -11,6 +11,7 @@ from tests.log import test_heartbeats as heartbeats
 from tests.log import test_outcomes as outcomes
 from tests.log import test_races as races
 from tests.log import test_unknown_saves as saves
+from tests.log import test_voids as voids
 from tests.mutants import checks
 from tests.mutants.checks import Check, given, patched, seeds, small_files
 
@@ -32,12 +33,17 @@ CAUGHT_BY: dict[str, Check] = {
     "our own staged name is taken for a failure": given(
         lost.test_a_name_that_is_taken_by_ourselves_is_no_failure, SUBMIT
     ),
+    "what is not understood is void": given(voids.test_an_entry_that_a_newer_strawq_wrote_is_not_void_for_an_older_one),
+    "a repair that is torn ends all repair": given(voids.test_a_repair_that_is_torn_is_repaired_again),
     "whose log it is not looked at": checks.a_foreign_header_is_refused,
     "the answers about a pool stay on the branch that is left": given(
         requests.test_a_repeat_is_answered_on_the_branch_that_another_rollback_made
     ),
     "the time of a checkpoint is content": given(
         requests.test_a_repeat_after_a_lost_reply_gives_the_first_answer_and_changes_nothing, "checkpoint"
+    ),
+    "a ghost goes before its floor is durable": patched(
+        races.test_no_entry_goes_for_a_floor_that_a_power_cut_could_take_back
     ),
     "ask-by-identity left out": patched(races.test_a_writer_that_slept_after_its_commit_finds_it_by_identity),
     "forgotten answers are guessed": patched(

@@ -48,8 +48,9 @@ class Truth:
         self.acknowledged_seq = 0
         self._floors: dict[str, int] = {}
         self.ghosts = 0
-        self.torn = 0
-        """The newest entry, if it is not whole: nobody was told of it. Its successor must declare it void."""
+        self.torn: list[int] = []
+        """The newest entries, as far as they are not whole: nobody was told of them. Their successor must declare them
+        void."""
         self.void: set[int] = set()
         self.watch_mending: Callable[[], object] = lambda: None
         self.dumps: dict[int, bytes] = {}
@@ -97,10 +98,11 @@ class Truth:
             self.ghosts += 1
             return
         if self.torn:
-            require((seq, entry.line.voids) == (self.torn + 1, self.torn), f"{path} appeared behind a torn entry")
-            require(not entry.line.events, f"{path} declares another void and says more")
-            self.void.add(self.torn)
-            self.torn = 0
+            expected = (self.torn[-1] + 1, self.torn[0])
+            require((seq, entry.line.voids) == expected, f"{path} appeared behind torn entries {self.torn}")
+            require(not entry.line.events, f"{path} declares others void and says more")
+            self.void.update(self.torn)
+            self.torn = []
             self.watch_mending()
         else:
             require(seq == self.seq + 1, f"{path} appeared while the newest entry is {self.seq}: a hole")
@@ -228,21 +230,21 @@ class Truth:
 
     # Power cuts.
 
-    def power_cut(self) -> None:
-        """Forget the entries that were lost with the power, or torn; none of them was acknowledged."""
-        if self.torn and not self.memory.holds(layout.entry(self.torn)):
-            self.torn = 0
+    def power_cut(self, torn: int = 0) -> None:
+        """Forget the entries that were lost with the power, and the one that was torn; none was acknowledged."""
         self._floors = {path: floor for path, floor in self._floors.items() if self.memory.holds(path)}
         floor, last = self.floor(), 0
         for seq in range(1, self.seq + 1):
-            if seq != self.torn and (seq < floor or self.memory.holds(layout.entry(seq))):
+            if seq != torn and (seq < floor or self.memory.holds(layout.entry(seq))):
                 last = seq
             else:
                 break
-        if last in self.void:
-            # It is the newest once more: what declared it void is gone.
+        tail = [torn] if torn else self.torn
+        while last in self.void:
+            # It is among the newest once more: what declared it void is gone, or torn itself.
             self.void.discard(last)
-            self.torn, last = last, last - 1
+            tail, last = [last, *tail], last - 1
+        self.torn = [number for number in tail if self.memory.holds(layout.entry(number))]
         require(
             last >= self.acknowledged_seq,
             f"after a power cut the log ends at {last}, and entry {self.acknowledged_seq} had been acknowledged",

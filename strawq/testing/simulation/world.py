@@ -261,10 +261,11 @@ class World:
         if torn and self.memory.holds(newest):
             self.say("everything", f"has torn {newest}")
             self.memory.tear(newest, self.chance)
-            self.truth.torn = self.truth.seq
             self.torn_entries += 1
+        else:
+            torn = False
         self.power_cuts += 1
-        self.truth.power_cut()
+        self.truth.power_cut(self.truth.seq if torn else 0)
 
     def _mended(self) -> None:
         self.mended_at = self.scheduler.now
