@@ -167,9 +167,10 @@ def live_workers(pool: Pool) -> list[str]:
 
 
 def pause_workers(pool: Pool, reason: str, timeout_s: float = PAUSE_S) -> bool:
-    """Pause admission and wait until every live worker has acknowledged; returns whether all have. A worker that dies
-    meanwhile is not waited for."""
-    pool.pause(reason)
+    """Pause admission, if it is not paused, and wait until every live worker has acknowledged; returns whether all
+    have. A worker that dies meanwhile is not waited for."""
+    if pool.inspect().paused is None:
+        pool.pause(reason)
     end = time.monotonic() + timeout_s
     while True:
         seen = pool.inspect()

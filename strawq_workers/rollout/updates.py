@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from strawq.model import policy_number
+from strawq.pool import Pool
 from strawq_workers.rollout.in_background import InBackground
 from strawq_workers.rollout.on_pool import OnPool, pause_workers
 from strawq_workers.rollout.settings import straw_source
@@ -29,11 +30,13 @@ def weight_update(data_source: Any, version: str | int, *, timeout_s: float = PA
     the old one if the block raises.
 
     Workers that do not answer within `timeout_s` are named in the log and not waited for."""
+    by_hand = False
     running, straw, reason = station_of(data_source).running, straw_source(data_source), f"weights {version}"
     if isinstance(running, InBackground):
         if not running.pause(reason, timeout_s):
             log.warning("generation has not stood still within %g s", timeout_s)
     elif isinstance(running, OnPool) and straw is not None:
+        by_hand = _paused_by_hand(straw.pool)
         pause_workers(straw.pool, reason, timeout_s)
     reached = ""
     try:
@@ -42,10 +45,28 @@ def weight_update(data_source: Any, version: str | int, *, timeout_s: float = PA
     finally:
         if isinstance(running, InBackground):
             running.resume(reached)
-        elif isinstance(running, OnPool) and straw is not None:
+        elif isinstance(running, OnPool) and straw is not None and not by_hand:
             straw.pool.resume(_onward(straw.pool.policy_version(), reached) or None)
-        elif straw is not None and _onward(straw.pool.policy_version(), reached):
-            straw.pool.publish_version(reached)
+        elif straw is not None:
+            _publish(straw.pool, _onward(straw.pool.policy_version(), reached))
+
+
+def _publish(pool: Pool, version: str) -> None:
+    """Tell the pool of the version, and end a pause that a trainer before this one did not live to end. One of an
+    operator stays."""
+    pause = pool.inspect().paused
+    if pause is not None and not _paused_by_hand(pool):
+        log.warning("going on after a pause (%s) whose process has died", pause.reason)
+        pool.resume(version or None)
+    elif version:
+        pool.publish_version(version)
+
+
+def _paused_by_hand(pool: Pool) -> bool:
+    """Whether somebody has paused the pool who is not a process of a training that has died: it is theirs to end."""
+    seen = pool.inspect()
+    live = {"", *(session.id for session in seen.sessions)} - {pool.keeper.current}
+    return seen.paused is not None and seen.paused.session in live
 
 
 def _onward(known: str, reached: str) -> str:

@@ -4,9 +4,10 @@ import signal
 import pytest
 from scene import SLOW, indices, tokens_of, until
 
+from strawq import Pool
 from strawq.errors import BadInput
 from strawq_workers.rollout import close_rollouts, generate_rollout_fully_async, local_workers, weight_update
-from strawq_workers.rollout.on_pool import WorkersLost, live_workers
+from strawq_workers.rollout.on_pool import OnPool, WorkersLost, live_workers
 from strawq_workers.rollout.station import station_of
 
 
@@ -116,3 +117,26 @@ def test_a_slow_worker_holds_nobody_up(source_of, engine):
             assert len(generate_rollout_fully_async(args, rollout_id, source.data).samples) == 2
     finally:
         os.kill(frozen, signal.SIGCONT)
+
+
+def test_a_pause_of_a_trainer_that_died_is_ended_by_the_next_one_and_an_operators_is_not(source_of, engine):
+    source = source_of("straw")
+    with Pool.open(source.data.pool.path, role="trainer") as trainer:
+        trainer.keeper.require()
+        trainer.pause("weights 1")
+    with weight_update(source.data, 2):
+        pass
+    assert source.data.pool.inspect().paused is None and source.data.pool.policy_version() == "2"
+    with Pool.open(source.data.pool.path, role="cli") as operator:
+        operator.pause("by hand")
+    with weight_update(source.data, 3):
+        pass
+    assert source.data.pool.inspect().paused is not None and source.data.pool.policy_version() == "3"
+    station_of(source.data).running = OnPool(source.args(), station_of(source.data), source.data)
+    with weight_update(source.data, 4):
+        pass
+    assert source.data.pool.inspect().paused is not None and source.data.pool.policy_version() == "4"
+    source.data.pool.resume()
+    with weight_update(source.data, 5):
+        assert source.data.pool.inspect().paused is not None
+    assert source.data.pool.inspect().paused is None and source.data.pool.policy_version() == "5"
