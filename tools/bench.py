@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # runs from a plain checkout
     sys.path.insert(0, str(ROOT))
 
+from tools.benchmarks import overhead  # noqa: E402
 from tools.benchmarks.side import Side, SideFailed  # noqa: E402
 
 PEERS = {"straw-queue": "peer_straw_queue"}
@@ -66,6 +67,7 @@ ALONE = {
     "tensor_write_of_disk": "of write + fsync of the same stored bytes",
     "publish_peak_per_byte": "",
     "file_calls_per_task": "calls at each length of history",
+    **overhead.FIGURES,
 }
 
 
@@ -81,6 +83,7 @@ class Size(NamedTuple):
     seconds: float
     samples: int
     tokens: int
+    quick: bool = False
 
 
 FULL = Size(
@@ -95,7 +98,16 @@ FULL = Size(
     tokens=8192,
 )
 QUICK = Size(
-    rounds=1, tasks=10, batches=1, history=128, long_history=0, million=False, seconds=0.5, samples=1, tokens=1024
+    rounds=1,
+    tasks=10,
+    batches=1,
+    history=128,
+    long_history=0,
+    million=False,
+    seconds=0.5,
+    samples=1,
+    tokens=1024,
+    quick=True,
 )
 
 
@@ -164,8 +176,15 @@ def measure_alone(size: Size, directory: Path, strawq: Side, say: Any) -> dict[s
             strawq.ask("grow_history", tasks=1_000_000, to=size.long_history or size.history)
             calls["1000000"] = side.ask("file_calls", path=str(history), tasks=20)
         report["file_calls_per_task"] = {length: sum(counts.values()) for length, counts in calls.items()}
+    report |= measure_overhead(size, directory, say)
     report["import_s"] = statistics.median(_import_seconds() for _ in range(max(3, size.rounds)))
     return report
+
+
+def measure_overhead(size: Size, directory: Path, say: Any) -> dict[str, Any]:
+    """What a worker's reading of the engines' streams costs."""
+    streams = overhead.QUICK if size.quick else overhead.FULL._replace(rounds=size.rounds)
+    return overhead.measure(streams, directory / "overhead", say)
 
 
 def _crowd(size: Size, directory: Path, first: Side) -> dict[str, Any]:
@@ -264,21 +283,37 @@ def run(
     return report
 
 
+def run_overhead(size: Size, root: Path | None, say: Any) -> dict[str, Any]:
+    """The figures of the worker's streams alone."""
+    load = os.getloadavg()[0]
+    with work_directory(root) as directory:
+        report = measure_overhead(size, directory, say)
+        conditions = {"filesystem": filesystem_of(directory), "cpus": len(os.sched_getaffinity(0))}
+    return report | {"conditions": conditions | {"load_before": load, "load_after": os.getloadavg()[0]}}
+
+
 def show(report: dict[str, Any]) -> None:
-    print(f"{'':32}{'strawq':>12}{'peer':>12}{'ratio':>8}")
-    for compared in COMPARED:
-        mine, theirs, ratio = (report[compared.key][name] for name in ("strawq", "peer", "ratio"))
-        row = f"{compared.key:32}{mine:12,.4g}"
-        row += f"{theirs:12,.4g}{ratio:8.1f}" if theirs is not None else f"{'-':>12}{'-':>8}"
-        print(f"{row}  {compared.unit}")
+    if COMPARED[0].key in report:
+        show_compared(report)
     for key, unit in ALONE.items():
-        value = report.get(key)
+        if key not in report:
+            continue
+        value = report[key]
         if isinstance(value, dict):
             text = ", ".join(f"{part:.4g} at {name}" for name, part in value.items())
         else:
             text = "-" if value is None else f"{value:,.4g}"
         print(f"{key:32}{text:>12}  {unit}")
     print("\n" + ", ".join(f"{name} {value}" for name, value in report["conditions"].items()))
+
+
+def show_compared(report: dict[str, Any]) -> None:
+    print(f"{'':32}{'strawq':>12}{'peer':>12}{'ratio':>8}")
+    for compared in COMPARED:
+        mine, theirs, ratio = (report[compared.key][name] for name in ("strawq", "peer", "ratio"))
+        row = f"{compared.key:32}{mine:12,.4g}"
+        row += f"{theirs:12,.4g}{ratio:8.1f}" if theirs is not None else f"{'-':>12}{'-':>8}"
+        print(f"{row}  {compared.unit}")
 
 
 def rounded(value: Any) -> Any:
@@ -299,23 +334,23 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="see that it works: one small round, no 100k history")
     parser.add_argument("--million", action="store_true", help="count file calls after 1,000,000 tasks too (minutes)")
     parser.add_argument("--compare-only", action="store_true", help="leave out what strawq is measured at alone")
+    parser.add_argument("--overhead", action="store_true", help="measure only what a worker's reading of streams costs")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options = parser.parse_args()
     size = QUICK if options.quick else FULL
     size = size._replace(
         rounds=options.rounds or size.rounds, history=options.history or size.history, million=options.million
     )
+
+    def say(text: str) -> None:
+        print(f"{text} ...", file=sys.stderr)
+
     try:
-        report = rounded(
-            run(
-                size,
-                options.root,
-                options.peer,
-                options.peer_python,
-                not options.compare_only,
-                lambda text: print(f"{text} ...", file=sys.stderr),
-            )
-        )
+        if options.overhead:
+            report = rounded(run_overhead(size, options.root, say))
+        else:
+            alone = not options.compare_only
+            report = rounded(run(size, options.root, options.peer, options.peer_python, alone, say))
     except SideFailed as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
