@@ -4,9 +4,9 @@
 
 The rule: nothing is taken from strawq's own environment, and nothing is left running. SGLang lives in a venv of its own
 (2.6 GB, about three minutes to install the first time) at `$STRAWQ_SGLANG_VENV`, by default `~/.cache/strawq/sglang`;
-the router lives in another beside it. Two servers are started, a MoE with routed experts and increments and a dense
-model with neither, and a router before the first. Each must answer `/ready` before the tests begin; the tests' exit
-code is this program's.
+the router lives in another beside it. Three servers are started, two of a MoE with routed experts and increments and
+one of a dense model with neither, and a router before the first. Each must answer `/ready` before the tests begin;
+the tests' exit code is this program's.
 
 `$STRAWQ_SGLANG_URL`, if set, names servers that run already: then only the tests are run.
 """
@@ -27,11 +27,13 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 HOME = Path(os.environ.get("STRAWQ_SGLANG_VENV") or Path.home() / ".cache" / "strawq" / "sglang").expanduser()
-READY_TIMEOUT_S = 300.0
+READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
+MOE = ["--enable-return-routed-experts", "--incremental-streaming-output"]
 SERVERS = {
-    "tiny-qwen3-moe": ["--enable-return-routed-experts", "--incremental-streaming-output"],
-    "tiny-qwen2": [],
+    "moe": ("tiny-qwen3-moe", MOE),
+    "moe-again": ("tiny-qwen3-moe", MOE),  # what one server began, another goes on with
+    "dense": ("tiny-qwen2", []),
 }
 COMMON = [
     "--device",
@@ -131,9 +133,9 @@ def start_all(servers: list[Server]) -> dict[str, str]:
     )
     router_python = install(HOME / "router", ["-r", str(HERE / "requirements-router.txt")])
     models = make_models(python)
-    for name, arguments in SERVERS.items():
+    for name, (model, arguments) in SERVERS.items():
         port = free_port()
-        command = [str(python), "-m", "sglang.launch_server", "--model-path", str(models / name), "--port", str(port)]
+        command = [str(python), "-m", "sglang.launch_server", "--model-path", str(models / model), "--port", str(port)]
         servers.append(Server(name, [*command, *COMMON, *arguments], f"http://127.0.0.1:{port}", "/ready"))
     for server in servers:
         server.wait_ready()
@@ -141,10 +143,15 @@ def start_all(servers: list[Server]) -> dict[str, str]:
     command = [str(router_python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(metrics_port), "--worker-urls", servers[0].url, "--policy", "round_robin"]
     router = Server("router", command, f"http://127.0.0.1:{port}", "/readiness")
-    engines = list(servers)
+    first, again, dense = servers
     servers.append(router)
     router.wait_ready()
-    return {"STRAWQ_SGLANG_URL": ",".join(server.url for server in engines), "STRAWQ_SGLANG_ROUTER_URL": router.url}
+    return {
+        # Each kind of engine is asked for the contract once; the second of a kind is only for what needs two.
+        "STRAWQ_SGLANG_URL": f"{first.url},{dense.url}",
+        "STRAWQ_SGLANG_PAIR": f"{first.url}@{first.process.pid} {again.url}@{again.process.pid}",
+        "STRAWQ_SGLANG_ROUTER_URL": router.url,
+    }
 
 
 def main(arguments: list[str]) -> int:
