@@ -1,4 +1,5 @@
 import argparse
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 from strawq.errors import BadInput
 from strawq_workers.slime.arguments import (
     FULLY_ASYNC,
+    READS_RESPONSE,
     add_rollout_arguments,
     rollout_function_path,
     validate_rollout_arguments,
@@ -208,3 +210,10 @@ def test_engines_that_pause_in_place_choose_the_fully_asynchronous_rollout() -> 
     args.rollout_function_path = "mine.rollout"
     assert rollout_function_path(args) == "mine.rollout"
     assert rollout_function_path(parsed()) == "strawq_workers.slime.generate_rollout"
+
+
+def test_slimes_samples_have_their_response_in_words_whoever_reads_it() -> None:
+    assert worker_options(parsed(), ENGINES).sample_hooks == (READS_RESPONSE,)
+    assert worker_options(parsed("--custom-rm-path", "a.b"), ENGINES).sample_hooks == ()
+    module, _, name = READS_RESPONSE.partition(":")
+    assert getattr(importlib.import_module(module), name)(None, None) is None
