@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from strawq.errors import Damaged
 from strawq.samples import Group, Sample
 from strawq_workers.slime import captures
 from strawq_workers.slime import sample as ours
@@ -17,6 +18,9 @@ from strawq_workers.slime.columns import REMOVED, classes_of, log_prob_column, m
 from strawq_workers.slime.exactness import same, shrink_reward
 from strawq_workers.slime.payload import Body, Template, copy_json, decode_payload, listed_versions
 from strawq_workers.slime.tree import TreeReader, build
+
+# Digests cover the bytes of a pool; what was written under one by somebody else may still be no tree.
+_NOT_AS_WRITTEN = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
 
 def samples_of(group: Group, cls: Any = None) -> list[Any]:
@@ -30,7 +34,12 @@ def samples_of(group: Group, cls: Any = None) -> list[Any]:
     nested: dict[tuple[int, ...], Any] = {}
     flat = []
     for index in sorted({*by_index, *range(group.prompt.samples)}):
-        place, sample = _decode_sample(by_index.get(index, Sample(index)), template, kind)
+        try:
+            place, sample = _decode_sample(by_index.get(index, Sample(index)), template, kind)
+        except _NOT_AS_WRITTEN as error:
+            raise Damaged(
+                f"task {group.task_id}: what is stored of sample {index} cannot be read as {kind.__name__}: {error!r}"
+            ) from error
         flat.append(sample)
         nested[place or (index,)] = sample
     return _nest(nested) if any(len(place) > 1 for place in nested) else flat
