@@ -71,8 +71,8 @@ CHUNK_BYTES = 256 << 10
 """Of a tensor that share one digest: as many whole rows as fit, at least one."""
 PACK_HEADER_BYTES = 100_000_000
 """What every safetensors reader accepts."""
-PACK_HEADER_CACHE_BYTES = 64 << 20
-"""Verified pack headers that one reader keeps."""
+PACK_HEADER_CACHE_BYTES = 16 << 20
+"""Memory of the verified pack headers that one reader keeps."""
 READ_SPARE_BYTES = 128 << 20
 """Memory of arrays that were read and let go which one reader keeps for the next ones."""
 READ_AGAIN_SECONDS = (0.02, 0.1)

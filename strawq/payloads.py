@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from strawq.storage.tensors import PackReader
 
 T = TypeVar("T")
-_OPENED = 256
+OPENED_OBJECTS, OPENED_BYTES = 256, 64 << 20
+"""Record files that are kept opened: at most so many, and so much memory but for the one that was used last."""
 _REPUBLISH_TRIES = 20
 
 
@@ -49,7 +50,8 @@ class Payloads:
         self._epoch = epoch
         self._clock = clock
         self._lock = threading.Lock()
-        self._opened: OrderedDict[str, Records] = OrderedDict()
+        self._opened: OrderedDict[str, tuple[Records, int]] = OrderedDict()
+        self._opened_bytes = 0
         self._pack_reader: PackReader | None = None
 
     def split_prompts(self, prompts: Iterable[Prompt]) -> Iterator[Publication]:
@@ -144,19 +146,24 @@ class Payloads:
         from strawq.storage.records import open_records
 
         with self._lock:
-            records = self._opened.get(part.object)
-            if records is not None:
+            known = self._opened.get(part.object)
+            if known is not None:
                 self._opened.move_to_end(part.object)
-                return records
+                return known[0]
         stored = objects[part.object]
         data = self._objects.read(stored)
         path = layout.record_file(stored.ref.epoch, stored.ref.name) if stored.ref.epoch else layout.entry(stored.seq)
         records = open_records(data, path)
-        with self._lock:
-            self._opened[part.object] = records
-            while len(self._opened) > _OPENED:
-                self._opened.popitem(last=False)
+        self._keep_opened(part.object, records, len(data))
         return records
+
+    def _keep_opened(self, digest: str, records: Records, size: int) -> None:
+        with self._lock:
+            if digest not in self._opened:
+                self._opened_bytes += size
+            self._opened[digest] = records, size
+            while len(self._opened) > OPENED_OBJECTS or (self._opened_bytes > OPENED_BYTES and len(self._opened) > 1):
+                self._opened_bytes -= self._opened.popitem(last=False)[1][1]
 
 
 def require_prompts(prompts: Sequence[Prompt]) -> None:

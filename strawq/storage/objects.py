@@ -25,7 +25,10 @@ from strawq.storage.staging import Staging
 
 _WAITS_SECONDS = (0.01, 0.05, 0.2, 0.5)
 """A mount may show a fresh file late, or zeros for a while."""
-CACHE_BYTES = 64 << 20
+CACHE_BYTES = 16 << 20
+"""Small, so that it is full soon: what is kept longer is mostly of groups that were trained."""
+DIRECTORIES_KNOWN = 64
+"""Of the present epochs; older ones are not written to again."""
 PUBLISH_TRIES = 5
 
 
@@ -113,6 +116,8 @@ class ObjectStore:
         try:
             if directory not in self._directories:
                 self._files.make_directory(directory)
+                if len(self._directories) >= DIRECTORIES_KNOWN:
+                    self._directories.clear()
                 self._directories.add(directory)
             staged = staged or self._staging.write(buffers)
             # If the name is taken: the name is the content, so the same bytes are there. Either way nothing is left.
@@ -186,7 +191,7 @@ class ObjectStore:
     def remember(self, digest: str, data: bytes) -> None:
         """Keep bytes whose digest is known to be `digest`, for the next `read`: what was just written here is often
         what is worked on next."""
-        if len(data) > CACHE_BYTES // 4:
+        if len(data) > CACHE_BYTES // 2:
             return
         with self._lock:
             if digest not in self._cache:

@@ -42,13 +42,15 @@ _HEADER_GUESS_BYTES = 16 << 10
 _READ_BYTES = 4 * CHUNK_BYTES
 """One read: large beside the call that makes it, and small enough to stay in a core's cache between reading, hashing
 and widening."""
+_DECODED = 4
+"""A header in memory by its bytes on disk, measured: parsed entries are larger than their text."""
 _READERS = min(8, 4 * (os.cpu_count() or 1))
 """Threads that read one large tensor, the caller's own among them: reading, hashing and widening all let go of the
 interpreter. A network mount answers several requests at once, so more than there are cores help."""
 
 
 class PackReader:
-    """Reads packs of one pool. Safe from many threads. Keeps verified headers, up to `cache_bytes` of them.
+    """Reads packs of one pool. Safe from many threads. Keeps verified headers, about `cache_bytes` of memory.
 
     `again` are the pauses, in seconds, after which a wrong answer is asked for again."""
 
@@ -79,9 +81,9 @@ class PackReader:
         header = self._patiently(lambda: self._read_header(path, digest))
         with self._lock:
             if self._headers.setdefault((path, digest), header) is header:
-                self._held += header.bytes
+                self._held += _DECODED * header.bytes
             while self._held > self._cache_bytes and len(self._headers) > 1:
-                self._held -= self._headers.popitem(last=False)[1].bytes
+                self._held -= _DECODED * self._headers.popitem(last=False)[1].bytes
         return header
 
     def rows(self, path: str, ref: TensorRef, label: str = "") -> StoredRows:
