@@ -168,7 +168,10 @@ class GroupRun:
         self.prompt = known[0] if known else await place.texts.tokens_of(prompt)
         own_prompt = None if prompt.tokens is not None else self.prompt
         for index in sorted({*range(prompt.samples or place.options.samples), *saved}):
-            sample = saved.get(index, Sample(index, prompt_tokens=own_prompt))
+            sample = saved.get(index, Sample(index))
+            if sample.prompt_tokens is None and not len(sample.tokens):
+                # Also one that was saved before it had begun, by whoever gave the group back.
+                sample = msgspec.structs.replace(sample, prompt_tokens=own_prompt)
             if not place.options.partial_rollout and not finished(sample) and len(sample.tokens):
                 place.counters.tokens_discarded += len(sample.tokens)
                 sample, self._rewrite = Sample(index, prompt_tokens=own_prompt), True

@@ -2,11 +2,12 @@ import asyncio
 import socket
 
 import hooks_for_tests as hooks
+import msgspec
 import pytest
 
 from strawq import Prompt
 from strawq.errors import BadInput, EngineUnavailable
-from strawq.samples import token_count
+from strawq.samples import Sample, token_count
 from strawq_workers.worker import work
 
 HOOKS = "hooks_for_tests"
@@ -33,6 +34,18 @@ async def test_prompts_say_how_many_samples_they_want(stage_of):
         stage.queue.seal()
         await stage.run(samples=2)
         assert sorted(len(group.samples) for group in stage.groups(stage="ready")) == [1, 2, 5]
+
+
+async def test_a_sample_that_was_saved_before_it_had_begun_gets_the_prompts_tokens(stage_of):
+    async with stage_of() as stage:
+        stage.queue.submit([Prompt(text="abc", samples=2)])
+        stage.queue.seal()
+        (lease,) = stage.queue.acquire(1)
+        given = stage.queue.open(lease)
+        stage.queue.yield_(given, msgspec.structs.replace(given.group, samples=(Sample(0),)))
+        await stage.run()
+        (group,) = stage.groups(stage="ready")
+        assert [sample.prompt_tokens.tolist() for sample in group.samples] == [[100, 101, 102]] * 2
 
 
 async def test_sample_level_admission_reaches_the_end_with_one_group_of_room(stage_of):
