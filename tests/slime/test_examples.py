@@ -136,36 +136,37 @@ async def test_the_filter_drops_with_its_reasons_and_keeps_the_rest(
     assert module.keep_mixed(args, [cut]).reason == "truncated"
 
 
-async def test_the_agent_squares_numbers_and_goes_on_where_it_was(example: Any, tmp_path: Path) -> None:
-    path, _ = example("An agent with a tool, which goes on where it was")
-    async with running(tmp_path, tokens_per_second=30.0, enable_return_routed_experts=True) as run:
-        run.submit(2)
-        options = {"generate": path, "max_new_tokens": 120, "routed_experts": True, "ignore_eos": True}
-        stop = asyncio.Event()
-        first = asyncio.ensure_future(run.work(stop, **options))
-        while not await asyncio.to_thread(called, run):
-            assert not first.done()
-            await asyncio.sleep(0.02)
+async def test_the_agent_squares_numbers_and_goes_on_where_it_was(
+    example: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    path, module = example("An agent with a tool, which goes on where it was")
+    stop, tokenize = asyncio.Event(), module.tokenize
+
+    def stops_the_worker(answer: str) -> list[int]:
         stop.set()
-        await first
+        ids: list[int] = tokenize(answer)
+        return ids
+
+    async with running(tmp_path, enable_return_routed_experts=True) as run:
+        run.submit(2)
+        options = {"generate": path, "max_new_tokens": 120, "routed_experts": True, "ignore_eos": True, "samples": 4}
+        monkeypatch.setattr(module, "tokenize", stops_the_worker)
+        first = await run.work(stop, **options)
+        monkeypatch.setattr(module, "tokenize", tokenize)
         before = {group.prompt.group_id: group for group in run.groups("partial")}
-        assert before
-        summary = await run.work(**{**options, "ignore_eos": True})
-        assert summary.counters.groups_accepted == 2
+        assert any(sample.metadata.get("calls") for group in before.values() for sample in group.samples)
+        second = await run.work(**options)
+        assert first.counters.groups_accepted + second.counters.groups_accepted == 2
         groups = run.groups("ready")
+    assert len(groups) == 2
     for group in groups:
-        old = before.get(group.prompt.group_id)
+        prefixes = {sample.index: sample for sample in getattr(before.get(group.prompt.group_id), "samples", ())}
         for sample in group.samples:
             assert sample.status == "completed"
             check_calls(sample)
-            for prefix in old.samples if old else ():
-                if prefix.index == sample.index:
-                    assert sample.tokens[: len(prefix.tokens)].tolist() == prefix.tokens.tolist()
-
-
-def called(run: Run) -> bool:
-    """Whether a tool has answered in a group that still runs."""
-    return any(sample.metadata.get("calls") for group in run.groups("partial") for sample in group.samples)
+            prefix = prefixes.get(sample.index)
+            if prefix is not None:
+                assert sample.tokens[: len(prefix.tokens)].tolist() == prefix.tokens.tolist()
 
 
 def check_calls(sample: Any) -> None:
