@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,8 +12,8 @@ import pytest
 
 from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT, TRIM_ENTRIES
 from tools.soak import Soaked, account
-from tools.soaking.gauges import Look, look, summed
-from tools.soaking.roles import CHECKPOINTS_KEPT, LIVE_MAX, TENSORS_EVERY, Read
+from tools.soaking.gauges import Look, Tenth, look, summed
+from tools.soaking.roles import TENSORS_EVERY, Read
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,19 +40,24 @@ def test_groups_are_trained_exactly_once_while_processes_are_killed(tmp_path: Pa
     assert list(tmp_path.iterdir()) == [], "a pool in which nothing was found is removed"
 
 
+def largest(tenths: Sequence[Tenth], name: str) -> int:
+    found: int = max(getattr(tenth.largest, name) for tenth in tenths)
+    return found
+
+
 @pytest.mark.campaign
-def test_nothing_grows_from_the_third_tenth_to_the_last(tmp_path: Path) -> None:
-    done = soaked(tmp_path, "--groups", "40000")
-    assert done.findings == () and done.trims > 0
-    third, last = done.tenths[2].largest, done.tenths[-1].largest
-    for name in ("object_files", "snapshot_files", "session_files", "directories", "names_max"):
-        assert getattr(last, name) <= 1.5 * getattr(third, name) + 4, name
-    # What is kept by rule: the newest entries, those behind the oldest kept snapshot, and a part of a segment.
-    assert last.log_files <= TRIM_ENTRIES + ENTRIES_PER_SEGMENT * 3
-    assert last.snapshot_files <= SNAPSHOTS_KEPT + 4
-    # Objects: of groups that are live or in a checkpoint, two files for each group at most, in its own objects.
-    assert last.object_files <= 4 * LIVE_MAX * (CHECKPOINTS_KEPT + 1)
-    assert last.rss_kb <= 1.5 * third.rss_kb
+def test_nothing_grows_from_the_middle_to_the_end(tmp_path: Path) -> None:
+    done = soaked(tmp_path, "--groups", "60000")
+    assert done.findings == () and done.trims > 0 and done.kills > 0
+    # By then the log has been trimmed several times. When a collector comes depends on the machine's other work.
+    middle, end = done.tenths[4:7], done.tenths[7:]
+    for name in ("object_files", "snapshot_files", "session_files", "staging_files", "directories", "names_max"):
+        assert largest(end, name) <= 2 * largest(middle, name) + 4, name
+    assert largest(end, "rss_kb") <= 1.25 * largest(middle, "rss_kb")
+    # What is kept by rule: the newest entries, and what lies behind the oldest snapshot that is kept, in whole
+    # segments.
+    assert largest(end, "log_files") <= TRIM_ENTRIES + SNAPSHOTS_KEPT * ENTRIES_PER_SEGMENT
+    assert largest(end, "floor_files") <= done.log_entries // ENTRIES_PER_SEGMENT
 
 
 def notes(directory: Path, *reads: Read, life: int = 1) -> Path:
