@@ -8,6 +8,7 @@ before a connection broke is delivered before the break is raised.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Iterable
 
 import aiohttp
@@ -20,8 +21,8 @@ DECODE_IN_THREAD_BYTES = 1 << 20
 
 
 async def arriving(content: aiohttp.StreamReader, every_s: float, until: float) -> AsyncIterator[bytes]:
-    """What has arrived, every `every_s` seconds, until the end. Raises what aiohttp does when the connection breaks,
-    `asyncio.TimeoutError` when the loop's clock has passed `until`."""
+    """What has arrived, every `every_s` seconds or so, until the end. Raises what aiohttp does when the connection
+    breaks, `asyncio.TimeoutError` when the loop's clock has passed `until`."""
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] | None = None
 
@@ -30,6 +31,8 @@ async def arriving(content: aiohttp.StreamReader, every_s: float, until: float) 
             waiter.set_result(None)
 
     content.on_eof(wake)
+    # Streams that begin together are not all read in one turn of the loop.
+    delay = every_s * random.random()
     while True:
         if content.exception() is not None:
             # Not `read_nowait`: it raises before it gives what is there.
@@ -44,7 +47,8 @@ async def arriving(content: aiohttp.StreamReader, every_s: float, until: float) 
         if loop.time() >= until:
             raise asyncio.TimeoutError
         waiter = loop.create_future()
-        timer = loop.call_later(every_s, wake)
+        timer = loop.call_later(delay, wake)
+        delay = every_s
         try:
             await waiter
         finally:

@@ -37,16 +37,21 @@ FIGURES = {
 
 
 class Streams(NamedTuple):
+    """`tokens` of each stream: as long as answers are, so that what a request costs once counts as much as it does in
+    a rollout. `paced_tokens`, `lag_tokens`: the same, where a token comes each `STEP_MS`."""
+
     rounds: int
     streams: int
     tokens: int
+    paced_tokens: int
     lag_tokens: int
     samples: int
     rows: int
 
 
-FULL = Streams(rounds=5, streams=512, tokens=200, lag_tokens=400, samples=10, rows=8192)
-QUICK = Streams(rounds=1, streams=32, tokens=20, lag_tokens=30, samples=1, rows=1024)
+FULL = Streams(rounds=5, streams=512, tokens=1000, paced_tokens=400, lag_tokens=400, samples=10, rows=8192)
+QUICK = Streams(rounds=1, streams=32, tokens=20, paced_tokens=20, lag_tokens=30, samples=1, rows=1024)
+PACED_ROUNDS = 3
 
 
 def measure(size: Streams, directory: Path, say: Any) -> dict[str, Any]:
@@ -55,10 +60,11 @@ def measure(size: Streams, directory: Path, say: Any) -> dict[str, Any]:
     with Side("overhead_reader", directory, sys.executable) as reader:
         reader.ask("pin", cpus=[cpus[-1]])
         fast = _rounds(reader, size, 0.0, cpus[0], say)
-        paced = _rounds(reader, size, STEP_MS, cpus[0], say)
+        slow = size._replace(tokens=size.paced_tokens, rounds=min(PACED_ROUNDS, size.rounds))
+        paced = _rounds(reader, slow, STEP_MS, cpus[0], say)
         reader.ask("pin", cpus=cpus)
         say(f"publications beside {size.streams} streams")
-        with _engine(size.streams, size.lag_tokens, STEP_MS, cpus[0]) as url:
+        with _engine(size.streams, size.lag_tokens, STEP_MS, cpus[0], spread=size.lag_tokens) as url:
             lag = reader.ask(
                 "lag", url=url, streams=size.streams, tokens=size.lag_tokens, samples=size.samples, length=size.rows
             )
@@ -94,8 +100,8 @@ def _rounds(reader: Side, size: Streams, step_ms: float, cpu: int, say: Any) -> 
 
 
 @contextmanager
-def _engine(streams: int, tokens: int, step_ms: float, cpu: int) -> Iterator[str]:
-    words = [str(streams), str(tokens), str(step_ms), str(cpu)]
+def _engine(streams: int, tokens: int, step_ms: float, cpu: int, spread: int = 0) -> Iterator[str]:
+    words = [str(streams), str(tokens), str(step_ms), str(spread), str(cpu)]
     command = [sys.executable, "-m", "tools.benchmarks.overhead_engine", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:

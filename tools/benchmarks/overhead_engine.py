@@ -1,11 +1,12 @@
 """An engine that costs next to nothing, for measuring what reads it: SGLang's increments, made beforehand.
 
-    python -m tools.benchmarks.overhead_engine STREAMS TOKENS STEP_MS [CPU]
+    python -m tools.benchmarks.overhead_engine STREAMS TOKENS STEP_MS SPREAD [CPU]
 
 The rule: like an engine, it makes one token for each running stream in each step, and writes it at once; a step takes
 `STEP_MS`, or as long as the writes take. The first step waits until `STREAMS` requests are there, so that all run
-together. Frames are those of SGLang 0.5 with `--incremental-streaming-output` and log-probs, about 590 bytes each; only
-the request id is put in. Its first line on stdout is its URL.
+together; with SPREAD their beginnings, and so their ends, are spread over so many steps. Frames are those of SGLang
+0.5 with `--incremental-streaming-output` and log-probs, about 590 bytes each; only the request id is put in. Its
+first line on stdout is its URL.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTr
 
 
 class Engine:
-    def __init__(self, streams: int, tokens: int, step_s: float) -> None:
-        self.streams, self.step_s = streams, step_s
+    def __init__(self, streams: int, tokens: int, step_s: float, spread: int) -> None:
+        self.streams, self.step_s, self.spread = streams, step_s, spread
         self.frames = frames(tokens, 8)
         self.waiting: list[tuple[asyncio.StreamWriter, bytes]] = []
 
@@ -98,24 +99,30 @@ class Engine:
         clock = asyncio.get_running_loop().time
         # SGLang's frames repeat the id; it is put in here for the last one only, where it is checked.
         lasts = [self.frames[-1].replace(RID.encode(), rid) for _, rid in running]
-        writes = [writer.transport.write for writer, _ in running]
-        for write in writes:
+        streams = [
+            (writer.transport.write, number * self.spread // len(running), last + b"0\r\n\r\n")
+            for number, ((writer, _), last) in enumerate(zip(running, lasts, strict=True))
+        ]
+        for write, _, _ in streams:
             write(HEAD)
-        due = clock()
-        for frame in self.frames[:-1]:
-            for write in writes:
-                write(frame)
+        due, frames = clock(), self.frames
+        end = len(frames) - 1
+        for step in range(len(frames) + self.spread):
+            for write, start, last in streams:
+                at = step - start
+                if 0 <= at < end:
+                    write(frames[at])
+                elif at == end:
+                    write(last)
             due += self.step_s
             await asyncio.sleep(max(0.0, due - clock()))
-        for write, last in zip(writes, lasts, strict=True):
-            write(last + b"0\r\n\r\n")
 
 
 async def main() -> None:
-    streams, tokens, step_ms = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    if len(sys.argv) > 4:
-        os.sched_setaffinity(0, {int(sys.argv[4])})
-    engine = Engine(streams, tokens, step_ms / 1000)
+    streams, tokens, step_ms, spread = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    if len(sys.argv) > 5:
+        os.sched_setaffinity(0, {int(sys.argv[5])})
+    engine = Engine(streams, tokens, step_ms / 1000, spread)
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0, backlog=2 * streams)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()

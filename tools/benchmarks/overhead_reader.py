@@ -79,6 +79,8 @@ class Reader:
 
         async with await Fleet.open([url], EngineOptions(concurrency=size[0])) as fleet:
             reading = asyncio.ensure_future(_generate(fleet, url, *size))
+            while fleet.engines[0].in_flight < size[0]:  # a worker's requests do not begin all at once
+                await asyncio.sleep(TICK_S)
             watching = asyncio.ensure_future(watch())
             while not reading.done() or not published:
                 await queue.submit([Prompt(tokens=IDS[:1])])
