@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -47,6 +48,7 @@ class LocalWorkers:
         self._logs = Path(tempfile.mkdtemp(prefix="strawq-workers-"))
         self._children = Children(self._logs)
         self._slots = [_Slot(index) for index in range(count)]
+        self._died_once = False
         self.restarts = 0
         for slot in self._slots:
             self._start(slot)
@@ -90,6 +92,8 @@ class LocalWorkers:
             child.reap(deadline)
         for slot in self._slots:
             slot.child = None
+        if not self._died_once:
+            shutil.rmtree(self._logs, ignore_errors=True)  # nobody was told of them
 
     def _start(self, slot: _Slot) -> None:
         options = msgspec.structs.replace(self._options, workers=len(self._slots), worker_index=slot.index)
@@ -106,6 +110,7 @@ class LocalWorkers:
 
     def _died(self, slot: _Slot, code: int) -> None:
         assert slot.child is not None
+        self._died_once = True
         slot.deaths += 1
         slot.reason = f"the last time with {_words(code)}: {slot.child.tail()}"
         slot.not_before = time.monotonic() + min(BACKOFF_S * 2 ** (slot.deaths - 1), BACKOFF_MAX_S)
