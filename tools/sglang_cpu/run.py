@@ -29,6 +29,8 @@ REPOSITORY = HERE.parents[1]
 HOME = Path(os.environ.get("STRAWQ_SGLANG_VENV") or Path.home() / ".cache" / "strawq" / "sglang").expanduser()
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
+PATIENT = ["-o", "faulthandler_timeout=900"]
+"""Three servers on two busy cores: a test may take minutes there."""
 MOE = ["--enable-return-routed-experts", "--incremental-streaming-output"]
 SERVERS = {
     "moe": ("tiny-qwen3-moe", MOE),
@@ -159,7 +161,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         environment = {} if os.environ.get("STRAWQ_SGLANG_URL") else start_all(servers)
-        command = [sys.executable, "-m", "pytest", "-m", "not campaign", *(arguments or ["tests/sglang"])]
+        command = [sys.executable, "-m", "pytest", "-m", "not campaign", *PATIENT, *(arguments or ["tests/sglang"])]
         return subprocess.run(command, cwd=REPOSITORY, env=os.environ | environment, check=False).returncode
     finally:
         for server in servers:
