@@ -13,6 +13,10 @@ import numpy as np
 LAYERS, TOP_K, HEAD = 2, 2, 3
 
 
+class Killed(Exception):
+    """The process died here."""
+
+
 def load_function(path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
