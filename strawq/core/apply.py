@@ -14,7 +14,6 @@ from strawq.core.commands import ReportItem
 from strawq.core.state import Answered, Branch, Queue, QueueRow, State, task_order
 from strawq.limits import REQUESTS_KEPT
 from strawq.model import (
-    UNVERSIONED,
     Batch,
     Pause,
     Producer,
@@ -182,9 +181,8 @@ def _reported(state: State, event: e.Reported, seq: int, where: Where) -> None:
 
 
 def _grown(task: Task, item: ReportItem) -> Task:
-    version = item.version
-    if task.version != UNVERSIONED and (version == UNVERSIONED or task.version < version):
-        version = task.version
+    # A report that adds parts gives the oldest version of the whole group as it is then: a rewrite can make it younger.
+    version = item.version if item.parts else task.version
     stage = "partial" if task.stage == "fresh" else task.stage
     return replace(task, parts=task.parts + item.parts, tokens=task.tokens + item.tokens, version=version, stage=stage)
 
