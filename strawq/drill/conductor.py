@@ -36,6 +36,7 @@ LEASE_SECONDS, LEASE_SECONDS_NETWORK = 1.0, 3.0
 """On a network mount a heartbeat is seen by another client up to a second late."""
 STOPS_PER_KILL = 0.15
 TICK_SECONDS = 0.005
+BEGIN_SECONDS = 30.0
 END_SECONDS = 60.0
 FINISH_SECONDS = 240.0
 FINDINGS_SHOWN = 50
@@ -136,14 +137,13 @@ def _chaos(troupe: Troupe, progress: Progress) -> None:
     parts = ["submitter", "trainer", "cleaner", "cleaner", *["worker"] * settings.workers, "trainer"]
     for at, role in enumerate(parts):
         troupe.start(role, at % 2)
+    _begin(troupe)
     stop_every = settings.stop_every or settings.kill_every / STOPS_PER_KILL
     start = now = time.monotonic()
     end = start + settings.minutes * 60
     kill_at, stop_at = start + settings.kill_every, start + stop_every
     while now < end:
-        for ended in troupe.reap():
-            if ended.strikeable:
-                troupe.start(ended.life.role, ended.life.side)
+        troupe.replace_the_dead()
         if now >= kill_at:
             troupe.strike(signal.SIGKILL)
             kill_at = now + settings.kill_every * chance.uniform(0.5, 1.5)
@@ -153,6 +153,16 @@ def _chaos(troupe: Troupe, progress: Progress) -> None:
         progress(f"{now - start:.0f} of {end - start:.0f} s, {troupe.kills} killed, {troupe.stops} stopped")
         time.sleep(TICK_SECONDS)
         now = time.monotonic()
+
+
+def _begin(troupe: Troupe) -> None:
+    """Nobody is struck from outside before there is something to lose: on a busy machine that takes a moment."""
+    end = time.monotonic() + BEGIN_SECONDS
+    while time.monotonic() < end:
+        troupe.replace_the_dead()
+        if any(ledger.stat().st_size for ledger in troupe.ledgers.glob("*-submitter.ledger")):
+            return
+        time.sleep(TICK_SECONDS)
 
 
 def _finish(troupe: Troupe) -> None:

@@ -117,6 +117,11 @@ class Troupe:
                 self.thaw(child)
         return ended
 
+    def replace_the_dead(self) -> None:
+        for ended in self.reap():
+            if ended.strikeable:
+                self.start(ended.life.role, ended.life.side)
+
     def _ended(self, child: Running, status: int) -> None:
         self.running.remove(child)
         mark = child.life.path("mark")
