@@ -102,7 +102,7 @@ class Drill:
     def _by_module(self) -> Child:
         options = WorkerOptions(
             engines=(self.url,), samples=2, max_new_tokens=TOKENS, ignore_eos=True, concurrency=8, max_groups=2,
-            save_tokens=SAVED, abort_timeout_s=10.0,
+            save_tokens=SAVED, abort_timeout_s=10.0, top_logprobs=2,
         )  # fmt: skip
         words = ["-m", "strawq_workers.worker", self.pool.path, "-"]
         return self.children.start("by-module", words, stdin=msgspec.json.encode(options))
@@ -111,10 +111,10 @@ class Drill:
         words = ["-m", "strawq", "work", self.pool.path, "-e", self.url, "--json"]
         for name, value in {
             "group-size": 2, "max-new-tokens": TOKENS, "concurrency": 8, "max-groups": 2, "save-tokens": SAVED,
-            "abort-timeout-s": 10,
+            "abort-timeout-s": 10, "top-logprobs": 2,
         }.items():  # fmt: skip
             words += [f"--{name}", str(value)]
-        return self.children.start("by-verb", [*words, "--ignore-eos"])
+        return self.children.start("by-verb", [*words, "--ignore-eos", "--online-gc", "--gc-seconds", "0.5"])
 
     def until(self, what: str, probe: Callable[[], Any]) -> Any:
         end = time.monotonic() + WAIT_S
@@ -247,6 +247,6 @@ def test_a_rollback_under_live_workers_and_the_way_back(tmp_path: Path) -> None:
             # It was told by the first report that was refused, or by its own look: either way, twice.
             assert summary["reason"] == "sealed" and summary["counters"]["groups_stale"] >= 2
             assert summary["counters"]["groups_failed"] == 0
-        pool.gc()
+        assert history.at(pool.inspect().head_seq).state.meta.closed_epoch > 0, "garbage was collected all the while"
         assert verify(pool, full=True).findings == ()
         assert {branch.name for branch in pool.inspect().branches} == {"main", "again", "third"}
