@@ -306,23 +306,21 @@ class CommitLog(Replay[M]):
         truthful fsync nobody was told that it was committed. Returns its number, or 0 if the newest entry is whole.
 
         The void is itself an entry, so of two repairs, or a repair and a commit, one wins. One that is torn in its turn
-        is passed over by the next repair, together with what it was about."""
+        is passed over by the next repair."""
         with self._lead:
             try:
                 self._catch_up()
                 return 0
             except Damaged:
-                # Only an entry whose own bytes are torn is void. One that does not follow from ours, or that a newer
-                # version wrote, is whole, and somebody was told that it happened.
+                # Only torn bytes are void. One that does not follow from ours, or that a newer version wrote, is whole,
+                # and somebody was told that it happened.
                 seq = self.machine.seq + 1
                 following = self._behind_torn(seq)
                 if following == seq:
                     raise
             if self.read_entry(following) is not None:
-                raise Damaged(
-                    f"log entry {layout.entry(seq)} is damaged and others follow it: history cannot be read past "
-                    "it; restore the file"
-                )
+                path = layout.entry(seq)
+                raise Damaged(f"log entry {path} is damaged and others follow it: restore the file to read past it")
             who, now_ms = self.staging.instance, self._clock.wall_ms()
             line = EntryLine(following, self.tip, self._clock.new_id(), who, now_ms, [], voids=seq)
             try:
