@@ -67,6 +67,10 @@ def work(
         typer.Option("--stop-token-id", metavar="ID", show_default=False, help="Stop token; may be repeated."),
     ] = [],  # noqa: B006 (typer copies it)
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end of sequence.")] = False,
+    skip_special_tokens: Annotated[
+        bool,
+        typer.Option("--skip-special-tokens/--no-skip-special-tokens", help="Leave them out of the response's text."),
+    ] = True,
     sampling_extra: Annotated[
         str, typer.Option("--sampling-extra", metavar="JSON", show_default=False, help="Further sampling options.")
     ] = "",
@@ -138,6 +142,9 @@ def work(
         str,
         typer.Option("--detokenize", metavar="MODULE:FUNCTION", show_default=False, help="Hook from tokens to text."),
     ] = "",
+    response_text: Annotated[
+        bool, typer.Option("--response-text", help="Store the response in words even if no hook reads it.")
+    ] = False,
     hook_args: Annotated[
         str, typer.Option("--hook-args", metavar="JSON", show_default=False, help="Attributes of the hooks' `args`.")
     ] = "",

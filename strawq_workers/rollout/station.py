@@ -100,6 +100,15 @@ def station_of(data_source: Any) -> Station:
         return station
 
 
+def give_back(data_source: Any) -> None:
+    """End what goes on between calls on this data source, with everything given back to it. The next call begins it
+    anew."""
+    with _lock:
+        station = _stations.get(id(data_source))
+    if station is not None:
+        station.stop_running()
+
+
 def close_rollouts(data_source: Any = None) -> None:
     """Close what the rollout functions keep between calls, for one data source or for all: background work is
     stopped and given back, local workers are ended, connections closed. The next call opens it again. Call it before

@@ -23,7 +23,6 @@ log = logging.getLogger("strawq.slime")
 DEFAULTS = {flag.name: flag.default for flag in all_flags()}
 FULLY_ASYNC = "strawq_workers.slime.generate_rollout_fully_async"
 MAX_NEW_TOKENS = 1024
-READS_RESPONSE = "strawq_workers.slime.arguments:reads_response"
 
 _AT_LEAST_ONE = (
     "rollout_batch_size", "n_samples_per_prompt", "over_sampling_batch_size", "global_batch_size",
@@ -232,7 +231,6 @@ def worker_options(args: Any, engines: Sequence[str]) -> WorkerOptions:
     staleness = value_of(args, "max_staleness")
     in_place = value_of(args, "flush_cache_interval") != 1
     centering = bool(value_of(args, "use_score_centering"))
-    hooks, reward = _texts(value_of(args, "rollout_sample_hook_path")), value_of(args, "custom_rm_path") or ""
     return WorkerOptions(
         engines=tuple(engines),
         lease_seconds=float(value_of(args, "rollout_queue_lease_seconds")),
@@ -247,6 +245,7 @@ def worker_options(args: Any, engines: Sequence[str]) -> WorkerOptions:
         top_k=value_of(args, "rollout_top_k"),
         stop=_texts(value_of(args, "rollout_stop")),
         stop_token_ids=tuple(value_of(args, "rollout_stop_token_ids") or ()),
+        skip_special_tokens=bool(value_of(args, "rollout_skip_special_tokens")),
         top_logprobs=value_of(args, "score_centering_top_k") if centering else 0,
         routed_experts=bool(value_of(args, "use_rollout_routing_replay")),
         partial_rollout=partial,
@@ -259,9 +258,10 @@ def worker_options(args: Any, engines: Sequence[str]) -> WorkerOptions:
         staleness_policy=value_of(args, "staleness_policy"),
         batch_groups=args.rollout_batch_size if staleness is not None else 0,
         generate=value_of(args, "custom_generate_function_path") or "",
-        # A worker decodes what a hook will read, and slime's samples have their response in words whoever reads it.
-        sample_hooks=hooks if hooks or reward else (READS_RESPONSE,),
-        reward=reward,
+        # slime's samples have their response in words, whoever reads it.
+        response_text=True,
+        sample_hooks=_texts(value_of(args, "rollout_sample_hook_path")),
+        reward=value_of(args, "custom_rm_path") or "",
         group_reward=bool(value_of(args, "group_rm")),
         reward_key=value_of(args, "reward_key") or "",
         dynamic_filter=value_of(args, "dynamic_sampling_filter_path") or "",
@@ -271,11 +271,6 @@ def worker_options(args: Any, engines: Sequence[str]) -> WorkerOptions:
         pause_policy=value_of(args, "rollout_pause_policy") or ("in_place" if in_place else "abort"),
         online_gc=uses_straw(args) and bool(value_of(args, "rollout_queue_online_gc")),
     )
-
-
-def reads_response(args: Any, sample: Any) -> None:
-    """A sample hook that changes nothing: that it is there makes the worker decode the response."""
-    del args, sample
 
 
 def _texts(given: Any) -> tuple[str, ...]:

@@ -92,6 +92,7 @@ GROUPS = dict(
             Flag("rollout_max_context_len", int, None, "tokens of prompt and response"),
             Flag("rollout_stop", str, None, "strings that end a response", many=True),
             Flag("rollout_stop_token_ids", int, None, "token ids that end a response", many=True),
+            Flag("rollout_skip_special_tokens", bool, False, "leave special tokens out of the response's text"),
             Flag("use_rollout_routing_replay", bool, False, "capture the experts of each token (R3)"),
             Flag("use_score_centering", bool, False, "capture the best log-probs of each token (SC)", "stricter"),
             Flag("score_centering_top_k", int, 128, "how many of them"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -180,10 +181,17 @@ class ObjectStoreDataSource:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def save(self, rollout_id: int) -> None:
-        """Write the state to `<save>/rollout/`, durably. `BadInput` without `--save`, or for what cannot be stored."""
+        """Write the state to `<save>/rollout/`, durably. `BadInput` without `--save`, or for what cannot be stored.
+
+        A rollout of ours that works in the background on this data source gives back what it has, which is saved with
+        the rest, and begins again at the next call."""
         directory = getattr(self.args, "save", None)
         if not directory:
             raise BadInput("saving needs --save, the directory of the checkpoints")
+        # What a fully async rollout has in hand is behind the cursor already: it comes back into the buffer first.
+        rollouts = sys.modules.get("strawq_workers.rollout.station")
+        if rollouts is not None:
+            rollouts.give_back(self)
         with self._lock:
             saved = Saved(
                 rollout_id=int(rollout_id),

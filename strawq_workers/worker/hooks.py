@@ -32,6 +32,7 @@ class Hooks:
 
     def __init__(self, options: WorkerOptions) -> None:
         self.args = hook_args(options)
+        self.response_text = options.response_text
         self.evaluation = options.evaluation
         self.group_reward = options.group_reward
         self.generate = load_hook(options.generate, "generate") if options.generate else None
@@ -45,7 +46,8 @@ class Hooks:
 
     @property
     def need_text(self) -> bool:
-        return self.reward is not None or self.filter is not None or bool(self.sample_hooks)
+        asked = self.response_text or self.reward is not None or self.filter is not None
+        return asked or bool(self.sample_hooks)
 
     @property
     def stops_by_cancel(self) -> bool:

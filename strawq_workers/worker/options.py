@@ -56,7 +56,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     samples)` to a list with `group_reward`; `reward_key` picks the number out of a dict where one is needed.
     `evaluation` is what hooks that ask for it are told. `dynamic_filter`: `(args, samples)` to `DynamicFilterOutput`.
     `tokenize`: `(args, prompt)` to token ids, for prompts without. `detokenize`: `(args, tokens)` to text, where the
-    engine has no `/v1/detokenize`. `hook_args` are further attributes of `args`.
+    engine has no `/v1/detokenize`. `hook_args` are further attributes of `args`. `response_text` stores the response
+    in words even if no hook reads it; special tokens are left out of it with `skip_special_tokens`.
 
     Pause. `pause_policy`: `abort` ends requests and saves prefixes; `drain` finishes the groups in hand; `in_place`
     freezes the engines.
@@ -91,6 +92,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     sampling_extra: dict[str, Any] = {}
     logprobs: bool = True
     logprob_mode: str = "original"
@@ -118,6 +120,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokenize: str = ""
     detokenize: str = ""
     hook_args: dict[str, Any] = {}
+    response_text: bool = False
     evaluation: bool = False
 
     pause_policy: PausePolicy = "abort"
@@ -186,6 +189,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
             extra=extra,
             **fields,
         )

@@ -71,7 +71,7 @@ class Place:
         self.hooks = hooks
         self.admission = admission
         self.plan = Plan.of(options, fleet.shape.context_tokens)
-        self.texts = Texts(fleet, hooks)
+        self.texts = Texts(fleet, hooks, skip_special=options.skip_special_tokens)
         self.counters = Counters()
         self.reporter = Reporter(queue, self.counters)
         self.unconfirmed = Unconfirmed(admission, fleet, options.engine_timeout_s)

@@ -38,9 +38,10 @@ class _Kind(msgspec.Struct, frozen=True):
 class Texts:
     """Tokenises and detokenises by hook or engine."""
 
-    def __init__(self, fleet: Fleet, hooks: Hooks) -> None:
+    def __init__(self, fleet: Fleet, hooks: Hooks, *, skip_special: bool = True) -> None:
         self._fleet = fleet
         self._hooks = hooks
+        self._skip_special = skip_special
         self._no_text = False
         self._stand_in: bool | None = None
 
@@ -76,9 +77,10 @@ class Texts:
             return None if self._no_text else ""
         engine = self._living()
         if await self._is_stand_in(engine):
-            return decode_tokens(tokens.tolist(), skip_special=True, final=True)
+            return decode_tokens(tokens.tolist(), skip_special=self._skip_special, final=True)
         path = "/v1/detokenize"
-        status, body = await engine.transport.control_status("POST", path, {"tokens": tokens.tolist()})
+        asked = {"tokens": tokens.tolist(), "skip_special_tokens": self._skip_special}
+        status, body = await engine.transport.control_status("POST", path, asked)
         if status < 400:
             return decode_info(body, _Text, what=f"POST {engine.url}{path}").text
         if status >= 500:

@@ -13,6 +13,7 @@ from scene import SLOW, indices, tokens_of, until
 from strawq.errors import StrawqError
 from strawq_workers.rollout import RolloutFailed, close_rollouts, generate_rollout_fully_async, weight_update
 from strawq_workers.rollout.station import station_of
+from strawq_workers.slime import ObjectStoreDataSource
 
 HOOKS = "rollout_hooks"
 
@@ -76,6 +77,27 @@ def test_what_is_in_hand_goes_back_when_the_rollouts_are_closed(source_of, engin
     for number, now in zip(indices(again.samples), tokens_of(again.samples), strict=True):
         for prefix, tokens in zip(saved.get(number, [[], []]), now, strict=True):
             assert tokens[: len(prefix)] == prefix
+
+
+@pytest.mark.parametrize("engine", [SLOW], indirect=True)
+def test_what_a_rollout_has_in_hand_is_saved_with_the_data_source(args_of, engine, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"input": f"prompt {row}"}) + "\n" for row in range(1000)))
+    args = args_of(
+        prompt_data=str(prompts), save=str(tmp_path / "run"), load=str(tmp_path / "run"), partial_rollout=True,
+        rollout_batch_size=1, rollout_max_response_len=100,
+    )  # fmt: skip
+    data = ObjectStoreDataSource(args)
+    trained = indices(generate_rollout_fully_async(args, 0, data).samples)
+    start = engine.generated()
+    until("others have tokens", lambda: engine.generated() > start + 20)
+    data.save(0)
+    again = ObjectStoreDataSource(args)
+    again.load(0)
+    waiting = {group[0].group_index for group in again.buffer}
+    assert sorted([*trained, *waiting]) == list(range(again.sample_group_index)), "each prompt that was handed out"
+    assert any(sample.response_length for group in again.buffer for sample in group)
+    assert set(indices(generate_rollout_fully_async(args, 1, data).samples)) <= waiting, "and it goes on after that"
 
 
 def test_a_group_that_fails_for_good_is_told_once_and_the_others_go_on(source_of, engine):
