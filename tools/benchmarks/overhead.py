@@ -31,6 +31,7 @@ FIGURES = {
     "stream_paced_of_bare": "of the bare loop's tokens per second of processor time, engine at a token each 40 ms",
     "stream_paced_core": "of one core for 12,800 tokens/s (512 streams, a token each 40 ms)",
     "loop_lag_p99_ms": "ms, while 512 streams are read and 200 MB groups published",
+    "loop_lag_p99_ms_without": "ms, while they are read and nothing is published",
     "loop_lag_max_ms": "ms",
     "loop_lag_published_mb": "MB published meanwhile",
 }
@@ -49,7 +50,7 @@ class Streams(NamedTuple):
     rows: int
 
 
-FULL = Streams(rounds=5, streams=512, tokens=1000, paced_tokens=400, lag_tokens=400, samples=10, rows=8192)
+FULL = Streams(rounds=5, streams=512, tokens=1000, paced_tokens=400, lag_tokens=200, samples=10, rows=8192)
 QUICK = Streams(rounds=1, streams=32, tokens=20, paced_tokens=20, lag_tokens=30, samples=1, rows=1024)
 PACED_ROUNDS = 3
 
@@ -63,11 +64,13 @@ def measure(size: Streams, directory: Path, say: Any) -> dict[str, Any]:
         slow = size._replace(tokens=size.paced_tokens, rounds=min(PACED_ROUNDS, size.rounds))
         paced = _rounds(reader, slow, STEP_MS, cpus[0], say)
         reader.ask("pin", cpus=cpus)
-        say(f"publications beside {size.streams} streams")
-        with _engine(size.streams, size.lag_tokens, STEP_MS, cpus[0], spread=size.lag_tokens) as url:
-            lag = reader.ask(
-                "lag", url=url, streams=size.streams, tokens=size.lag_tokens, samples=size.samples, length=size.rows
-            )
+        lags = []
+        for samples in (0, size.samples):
+            say(f"{size.streams} streams, {'with' if samples else 'without'} publications beside them")
+            given = {"streams": size.streams, "tokens": size.lag_tokens, "samples": samples, "length": size.rows}
+            with _engine(size.streams, size.lag_tokens, STEP_MS, cpus[0], spread=size.lag_tokens) as url:
+                lags.append(reader.ask("lag", url=url, **given))
+    quiet, lag = lags
     rate = {how: statistics.median(one["tokens"] / one["seconds"] for one in fast[how]) for how in HOWS}
     per_cpu = {how: statistics.median(one["tokens"] / one["cpu_s"] for one in paced[how]) for how in HOWS}
     return {
@@ -77,6 +80,7 @@ def measure(size: Streams, directory: Path, say: Any) -> dict[str, Any]:
         "stream_paced_of_bare": per_cpu["worker"] / per_cpu["bare"],
         "stream_paced_core": size.streams * 1000 / STEP_MS / per_cpu["worker"],
         "loop_lag_p99_ms": lag["p99_ms"],
+        "loop_lag_p99_ms_without": quiet["p99_ms"],
         "loop_lag_max_ms": lag["max_ms"],
         "loop_lag_published_mb": lag["published_mb"],
     }

@@ -60,10 +60,12 @@ class Reader:
 
     def lag(self, url: str, streams: int, tokens: int, samples: int, length: int) -> dict[str, float]:
         """Milliseconds that a timer of `TICK_S` is late while streams are read and groups of `samples` samples with
-        `length` rows of R3 and SC each are published, one after the other, until the streams end."""
+        `length` rows of R3 and SC each are published, one after the other, until the streams end; with no samples,
+        while streams are read."""
         self._pools += 1
+        sets = captures(3, samples, length) if samples else []
         with Pool.init(self._directory / f"lag-{self._pools}", queues=("work",)) as pool:
-            return asyncio.run(self._lag(pool, url, (streams, tokens), captures(3, samples, length)))
+            return asyncio.run(self._lag(pool, url, (streams, tokens), sets))
 
     async def _lag(self, pool: Pool, url: str, size: tuple[int, int], sets: list[Any]) -> dict[str, float]:
         queue = AsyncQueue(pool.queue("work"))
@@ -71,24 +73,25 @@ class Reader:
         late: list[float] = []
         published = 0
 
-        async def watch() -> None:
+        async def watch(fleet: Fleet) -> None:
+            begun = False
             while True:
                 due = loop.time() + TICK_S
                 await asyncio.sleep(TICK_S)
-                late.append(1000 * (loop.time() - due))
+                begun = begun or fleet.engines[0].in_flight == size[0]
+                if begun:  # a worker's requests do not begin all at once
+                    late.append(1000 * (loop.time() - due))
 
         async with await Fleet.open([url], EngineOptions(concurrency=size[0])) as fleet:
             reading = asyncio.ensure_future(_generate(fleet, url, *size))
-            while fleet.engines[0].in_flight < size[0]:  # a worker's requests do not begin all at once
-                await asyncio.sleep(TICK_S)
-            watching = asyncio.ensure_future(watch())
-            while not reading.done() or not published:
+            watching = asyncio.ensure_future(watch(fleet))
+            while sets and not (reading.done() and published):
                 await queue.submit([Prompt(tokens=IDS[:1])])
                 work = await queue.open((await queue.acquire()).leases[0])
                 await queue.complete(work, captured_group(work.task, work.group.prompt, sets))
                 published += 1
-            watching.cancel()
             tokens = await reading
+            watching.cancel()
         queue.close()
         ordered = np.sort(late)
         return {
