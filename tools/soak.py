@@ -149,6 +149,12 @@ def soak(settings: Settings, say: bool = False) -> Soaked:
     try:
         tenths = _run(company, say)
         soaked = _audit(company, tenths, begun)
+    except KeyboardInterrupt:
+        # Interrupted: that is no finding, and nobody will look.
+        company.kill_all()
+        shutil.rmtree(root)
+        shutil.rmtree(notes)
+        raise
     finally:
         company.kill_all()
     if soaked.ok and not settings.keep:
