@@ -57,7 +57,8 @@ async def arriving(content: aiohttp.StreamReader, every_s: float, until: float) 
 
 async def decoded_frames(payloads: list[bytes], *, what: str) -> Iterable[Chunk]:
     """`decode_chunks` where it fits."""
-    if sum(map(len, payloads)) > DECODE_IN_THREAD_BYTES:
+    # Routes ride in the last frame, and cumulative ones only grow. Small ones are a few milliseconds' work at most.
+    if payloads and len(payloads[-1]) > DECODE_IN_THREAD_BYTES:
         return await asyncio.to_thread(decode_chunks, payloads, what=what)
     return decode_chunks(payloads, what=what)
 

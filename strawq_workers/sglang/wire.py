@@ -111,17 +111,20 @@ class Meta(msgspec.Struct, frozen=True):
     routed_experts_start_len: int | None = None
 
 
+_NO_ERROR = msgspec.Raw(b"null")
+
+
 class Chunk(msgspec.Struct, frozen=True):
     """One answer body, or one frame of a stream. `error` is a frame that refuses the request."""
 
     output_ids: list[int] | None = None
     meta_info: Meta | None = None
     index: int | None = None
-    error: msgspec.Raw = msgspec.Raw(b"null")
+    error: msgspec.Raw = _NO_ERROR
 
     @property
     def refused(self) -> bool:
-        return bytes(self.error) != b"null"
+        return self.error is not _NO_ERROR and bytes(self.error) != b"null"
 
 
 _DECODER = msgspec.json.Decoder(Chunk)
