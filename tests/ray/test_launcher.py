@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from strawq.errors import BadInput, EngineUnavailable, TryAgain
 from strawq_workers.on_ray import launch
 from strawq_workers.on_ray.actor import WorkerActor
+from strawq_workers.on_ray.cluster import _check_address, connected
 from strawq_workers.on_ray.launch import LOSSES_MAX, Launcher
 from strawq_workers.on_ray.nodes import Ended, Failed, Lost, Node, Outcome, nodes_of
 from strawq_workers.worker.options import WorkerOptions
@@ -239,3 +242,23 @@ async def test_a_worker_that_cannot_start_answers_with_the_kind_of_its_error() -
     actor = WorkerActor("/no/such/pool", msgspec.json.encode(OPTIONS))
     failed = msgspec.json.decode(await actor.run(), type=Failed)
     assert (failed.kind, failed.exit_code) == ("not_a_pool", 2)
+
+
+def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(BadInput, match=r"pip install 'strawq\[ray\]'"), connected("/no/pool"):
+        pass
+
+
+@pytest.mark.parametrize("address", ["ray://host:10001", "host", "host:port"])
+def test_an_address_of_another_form_is_refused(address: str) -> None:
+    with pytest.raises(BadInput, match="not of the form host:port"):
+        _check_address(address)
+
+
+def test_an_address_that_nobody_answers_at_is_named_at_once() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        with pytest.raises(TryAgain, match=f"no Ray cluster at 127.0.0.1:{port}"):
+            _check_address(f"127.0.0.1:{port}")
