@@ -307,7 +307,7 @@ class Pool:
 
         branch, alive = self.log.refresh(look)
         if not alive:
-            self.keeper.forget()
+            self.keeper.forget(session)
         return branch, alive
 
     def epoch(self) -> int:

@@ -128,8 +128,10 @@ class SessionKeeper:
     def watch(self) -> list[str]:
         """One look around: whether our session is still ours, and which others have stopped. Returns those that were
         expired."""
+        mine = self.current  # read first: one that joins during the look is not in it
         sessions = self._log.refresh(lambda machine: list(machine.state.sessions.values()))
-        self._notice({session.id for session in sessions})
+        if mine and mine not in {session.id for session in sessions}:
+            self.forget(mine)
         return [self._expire(session, reason) for session, reason in self._observer.stopped(self._others(sessions))]
 
     def beat(self) -> None:
@@ -144,15 +146,11 @@ class SessionKeeper:
     def _others(self, sessions: list[Session]) -> list[Session]:
         return [session for session in sessions if session.id != self.current]
 
-    def _notice(self, live: set[str]) -> None:
+    def forget(self, session: str) -> None:
+        """That session is not ours any more; the next work joins anew, if it has not by now. Said here, and so once,
+        whoever has noticed."""
         with self._lock:
-            if self.current and self.current not in live:
-                self.forget()
-
-    def forget(self) -> None:
-        """The session is not ours any more; the next work joins anew. Said here, and so once, whoever has noticed."""
-        with self._lock:
-            if self.current:
+            if session and session == self.current:
                 logger.warning(
                     "session %s was taken for dead (this process stood still longer than its lease); its leases "
                     "belong to others now, nothing of them will be committed; going on with a new session",

@@ -125,3 +125,32 @@ def test_a_dead_process_whose_heartbeat_cannot_be_read_any_more_is_found_out(lef
         rounds += 1
         assert rounds < 8
     assert rounds > 3
+
+
+@pytest.mark.parametrize("look", ["watch", "standing"])
+def test_a_look_that_began_before_a_session_joined_does_not_take_it_for_lost(
+    look: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread looks; before it says what it has seen, another one has joined."""
+    world = World()
+    process, other = world.process(), world.process()
+    process.queue()
+    lost = process.keeper.require()
+    other.expire_session(lost, "in a test")
+    if look == "watch":
+        process.keeper.watch()
+    real, joined = process.log.refresh, []
+
+    def refresh(view=None, **options):  # type: ignore[no-untyped-def]
+        seen = real(view, **options)
+        if not joined:
+            if process.keeper.current:
+                process.keeper.forget(lost)  # the other thread was refused
+            joined.append("")
+            joined[0] = process.keeper.require()
+        return seen
+
+    monkeypatch.setattr(process.log, "refresh", refresh)
+    process.keeper.watch() if look == "watch" else process.standing()
+    assert process.keeper.current == joined[0]
+    assert process.keeper.lost == [lost]
