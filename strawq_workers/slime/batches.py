@@ -158,10 +158,15 @@ class RolloutBatches:
     def _finish(self, rollout_id: int, found: OpenBatch) -> None:
         batch = found.batch
         if not self._is_mine(found):
-            taken = self.collect(rollout_id, 1)
+            taken = self._take_again(rollout_id)
             if taken is None:
                 return
-            batch = taken.batch
+            if (taken.branch, taken.number) != (batch.branch, batch.number):
+                # That one has ended in between, and these are groups that nobody has trained.
+                self._return(taken)
+                self._mine.pop(rollout_id, None)
+                return
+            batch = taken
         queue = self._pool.queue(self._queue_name)
         try:
             sure(self._pool, lambda _: queue.finish_batch(batch))
@@ -175,17 +180,23 @@ class RolloutBatches:
             else:
                 self._finish(rollout_id, again)
 
+    def _take_again(self, rollout_id: int) -> Batch | None:
+        """The open batch of that rollout in this process's present session, whoever had it before."""
+        self._mine.pop(rollout_id, None)
+        taken = self.collect(rollout_id, 1)
+        return None if taken is None else taken.batch
+
     def give_back_open(self) -> int:
         """Make the groups of batches that an earlier process left ready again, for a sampler that takes groups and
         not batches. Returns how many."""
         count = 0
         for found in self._all_open():
             if not self._is_mine(found):
-                taken = self.collect(_number(found.consumer), 1)
+                taken = self._take_again(_number(found.consumer))
                 if taken is not None:
-                    self._return(taken.batch)
+                    self._return(taken)
                     self._mine.pop(_number(found.consumer), None)
-                    count += len(taken)
+                    count += len(taken.groups)
         return count
 
     def _return(self, batch: Batch) -> None:

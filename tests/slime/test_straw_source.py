@@ -494,6 +494,44 @@ def test_a_batch_whose_reply_was_lost_is_not_taken_twice(make: Make, monkeypatch
     assert (counts(source).in_batch, counts(source).ready) == (2, 2)
 
 
+def _lose_session(source: StrawDataSource) -> Pool:
+    """The process stood still for longer than its lease, and another one has said so."""
+    other = Pool.open(source.pool.path)
+    other.expire_session(source.pool.keeper.current, "in a test")
+    return other
+
+
+def test_a_rollout_is_finished_though_the_session_that_collected_it_was_lost(make: Make) -> None:
+    source = make()
+    worked(source, 4)
+    source.collect(0, 2)
+    _lose_session(source).close()
+    source.finish(0)
+    assert (counts(source).trained, counts(source).ready, counts(source).in_batch) == (2, 2, 0)
+
+
+def test_a_batch_that_ends_while_it_is_to_be_finished_is_not_replaced_by_another(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make()
+    worked(source, 4)
+    source.collect(0, 2)
+    other = _lose_session(source)
+    looked, look = [], source._batches._open
+
+    def look_and_be_late(rollout_id: int) -> Any:
+        found = look(rollout_id)
+        if not looked:
+            looked.append(found)
+            other.queue().finish_batch(other.queue().take_batch(2, consumer="rollout-0").batch)
+        return found
+
+    monkeypatch.setattr(source._batches, "_open", look_and_be_late)
+    source.finish(0)
+    other.close()
+    assert (counts(source).trained, counts(source).ready, counts(source).in_batch) == (2, 2, 0)
+
+
 def test_a_delivery_takes_its_own_groups_though_others_are_ready(make: Make) -> None:
     source = make()
     mine = source.get_samples(2)
