@@ -126,8 +126,9 @@ class Company:
         return killed
 
     def kill_one(self) -> None:
+        """One that is alone is spared: killed before it has seen that its predecessor is dead, it would never end."""
         able = [pid for pid in self.running if pid != self.steady]
-        if able:
+        if len(able) > 1:
             os.kill(self.chance.choice(able), signal.SIGKILL)
 
     def kill_all(self) -> None:

@@ -232,6 +232,12 @@ def _take_batch(state: State, command: c.TakeBatch) -> Answer:
     unfinished = queue.unstarted + queue.leased() + queue.count("fresh", "pending") + queue.count("partial", "pending")
     last = queue.row.sealed and not unfinished
     if not keys:
+        # A batch of this consumer that another session has open comes back if that session is dead: no end before that.
+        for batch in queue.batches.values() if last else ():
+            if batch.consumer == command.consumer and batch.session != command.session:
+                return e.Refusal(
+                    "empty", f"batch {batch.id} of this consumer is in the hands of session {batch.session}"
+                )
         return e.Refusal("sealed" if last else "empty", f"queue {command.queue} has no ready groups")
     if len(keys) < command.count and not (command.fewer or last):
         return e.Refusal("empty", f"{len(keys)} of {command.count} groups are ready")
