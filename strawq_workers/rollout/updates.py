@@ -30,16 +30,16 @@ def weight_update(data_source: Any, version: str | int, *, timeout_s: float = PA
     the old one if the block raises.
 
     Workers that do not answer within `timeout_s` are named in the log and not waited for."""
-    by_hand = False
     running, straw, reason = station_of(data_source).running, straw_source(data_source), f"weights {version}"
-    if isinstance(running, InBackground):
-        if not running.pause(reason, timeout_s):
-            log.warning("generation has not stood still within %g s", timeout_s)
-    elif isinstance(running, OnPool) and straw is not None:
-        by_hand = _paused_by_hand(straw.pool)
-        pause_workers(straw.pool, reason, timeout_s)
+    by_hand = isinstance(running, OnPool) and straw is not None and _paused_by_hand(straw.pool)
     reached = ""
     try:
+        # Also a pause of which nothing comes is ended: what waits for it may have failed after it was there.
+        if isinstance(running, InBackground):
+            if not running.pause(reason, timeout_s):
+                log.warning("generation has not stood still within %g s", timeout_s)
+        elif isinstance(running, OnPool) and straw is not None:
+            pause_workers(straw.pool, reason, timeout_s)
         yield
         reached = str(version)
     finally:

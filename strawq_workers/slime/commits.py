@@ -18,10 +18,11 @@ from typing import Literal
 import msgspec
 from blake3 import blake3
 
-from strawq.errors import BadInput, Damaged, StorageFailed
+from strawq.errors import BadInput, Damaged, FormatUnsupported, StorageFailed
 from strawq_workers.slime.model_files import ModelFiles
 
 DIRECTORY = "strawq"
+VERSION = 1
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,10 +99,18 @@ def _sync(directory: Path) -> None:
         os.close(fd)
 
 
+class _Version(msgspec.Struct):
+    version: int
+
+
 def read_commit(path: Path) -> Commit:
-    """`Damaged` names the file if it is not what was written."""
+    """`Damaged` names the file if it is not what was written, `FormatUnsupported` one of a newer strawq."""
     try:
-        commit = msgspec.json.decode(path.read_bytes(), type=Commit)
+        data = path.read_bytes()
+        version = msgspec.json.decode(data, type=_Version).version
+        if version > VERSION:
+            raise FormatUnsupported(f"{path} is of version {version}, and this strawq reads {VERSION}: use a newer one")
+        commit = msgspec.json.decode(data, type=Commit)
     except OSError as error:
         raise StorageFailed(f"{path} cannot be read: {error}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from strawq.errors import BadInput, OperatorNeeded
+from strawq.errors import BadInput, FormatUnsupported, OperatorNeeded
 from strawq.model import Checkpoint
 from strawq.pool import Pool
 from strawq_workers.slime.commits import Commit, commit_files, read_commit, rollout_of
@@ -79,7 +79,7 @@ def candidates(pool: Pool, bases: Sequence[Path], history: History, *, check_mod
     for path in commit_files(bases, list(until)):
         try:
             commit = read_commit(path)
-        except OperatorNeeded as error:
+        except (OperatorNeeded, FormatUnsupported) as error:
             found.append(Candidate(path, rollout_of(path), None, str(error)))
             continue
         point = history.checkpoints.get(commit.checkpoint)

@@ -5,7 +5,7 @@ import pytest
 from scene import SLOW, indices, tokens_of, until
 
 from strawq import Pool
-from strawq.errors import BadInput
+from strawq.errors import BadInput, StorageFailed
 from strawq_workers.rollout import close_rollouts, generate_rollout_fully_async, local_workers, weight_update
 from strawq_workers.rollout.on_pool import OnPool, WorkersLost, live_workers
 from strawq_workers.rollout.station import station_of
@@ -140,3 +140,19 @@ def test_a_pause_of_a_trainer_that_died_is_ended_by_the_next_one_and_an_operator
     with weight_update(source.data, 5):
         assert source.data.pool.inspect().paused is not None
     assert source.data.pool.inspect().paused is None and source.data.pool.policy_version() == "5"
+
+
+def test_a_pause_that_fails_when_it_is_there_already_is_ended(source_of, engine, monkeypatch):
+    source = source_of("straw")
+    pool = source.data.pool
+    station_of(source.data).running = OnPool(source.args(), station_of(source.data), source.data)
+    pause = pool.pause
+
+    def pause_and_fail(*given, **options):
+        pause(*given, **options)
+        raise StorageFailed("the mount is gone")
+
+    monkeypatch.setattr(pool, "pause", pause_and_fail)
+    with pytest.raises(StorageFailed, match="the mount is gone"), weight_update(source.data, 2):
+        raise AssertionError("generation did not stand still")
+    assert pool.inspect().paused is None and pool.policy_version() != "2"

@@ -14,7 +14,7 @@ import pytest
 from stand_in import Engine, flat, job_args, save_model
 
 from strawq import Pool
-from strawq.errors import BadInput, Fenced, StorageFailed
+from strawq.errors import BadInput, Fenced, FormatUnsupported, StorageFailed
 from strawq_workers.slime import StrawDataSource, group_of, samples_of
 from strawq_workers.slime.commits import Commit, read_commit
 from strawq_workers.slime.job_lock import JobLock
@@ -120,6 +120,17 @@ def test_a_model_that_is_not_there_is_recorded_as_absent(job: Job) -> None:
     job.source.args.async_save = True
     job.source.save(1)
     assert "--async-save" in read_commit(job.path(1)).model_note
+
+
+def test_a_commit_of_a_newer_strawq_is_not_called_damaged(job: Job) -> None:
+    job.start(-1)
+    job.train(0, save=True)
+    data = json.loads(job.path(0).read_bytes())
+    job.path(0).write_text(json.dumps({**data, "version": 2, "more": "of it"}))
+    with pytest.raises(FormatUnsupported, match=r"committed_0.json is of version 2.*use a newer one"):
+        read_commit(job.path(0))
+    with pytest.raises(BadInput, match=r"no complete pair of model and queue.*use a newer one"):
+        job.start(None)
 
 
 def test_a_save_without_a_directory_is_refused(job: Job) -> None:
