@@ -29,6 +29,7 @@ from strawq_workers.rollout.settings import batch_size, options_of, straw_source
 from strawq_workers.rollout.station import station_of
 from strawq_workers.rollout.updates import weight_update
 from strawq_workers.slime.arguments import rollout_function_path
+from strawq_workers.slime.commits import sync_directory
 
 log = logging.getLogger("strawq.rollout")
 
@@ -267,6 +268,7 @@ def write_model(root: Path, rollout_id: int, samples: list[Any]) -> None:
     directory = root / f"iter_{rollout_id:07d}"
     directory.mkdir(parents=True, exist_ok=True)
     _write(directory / "reference.json", json.dumps({"rollout_id": rollout_id, "trained_on": digest}))
+    sync_directory(root)
 
 
 def _write(path: Path, text: str) -> None:
@@ -276,6 +278,7 @@ def _write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    sync_directory(path.parent)
 
 
 def set_engine_version(args: Any, data_source: Any, version: str, warn: Callable[[str], None]) -> None:

@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from strawq.errors import BadInput, Damaged, FormatUnsupported, StorageFailed
 from strawq_workers.slime.columns import classes_of
+from strawq_workers.slime.commits import sync_directory
 from strawq_workers.slime.dataset import Cursor
 from strawq_workers.slime.sample import sample_class
 from strawq_workers.slime.tree import Tree, TreeReader
@@ -61,11 +62,8 @@ def write_saved(path: Path, saved: Saved, metadata: dict[str, Any], buffer: list
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        for directory in (path.parent, path.parent.parent):  # it may have been made just now
+            sync_directory(directory)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise StorageFailed(f"{path} cannot be written: {error.strerror or error}") from error

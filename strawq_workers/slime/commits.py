@@ -72,7 +72,7 @@ def write_commit(save: Path, commit: Commit) -> Path:
         finally:
             os.unlink(staged)
         for directory in (path.parent, path.parent.parent, save):
-            _sync(directory)
+            sync_directory(directory)
     except FileExistsError as error:
         raise _taken(path) from error
     except OSError as error:
@@ -91,7 +91,8 @@ def require_absent(save: Path, branch: str, rollout_id: int) -> None:
         raise _taken(path)
 
 
-def _sync(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Make the names in it durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,8 +1,11 @@
+import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 from strawq_workers.rollout.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput, eval_output, train_output
+from strawq_workers.rollout.trainer import write_model
 
 
 @dataclass
@@ -32,3 +35,15 @@ def test_without_slime_the_answers_have_its_fields():
     out = train_output([[1]], {"a": 1})
     assert isinstance(out, RolloutFnTrainOutput) and (out.on_accepted, out.sample_refs) == (None, None)
     assert isinstance(eval_output({}, {}), RolloutFnEvalOutput)
+
+
+def test_the_reference_model_has_a_durable_name_before_the_queue_is_bound_to_it(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def note(fd):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    write_model(tmp_path, 3, [])
+    assert synced[-2:] == ["iter_0000003", tmp_path.name]

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -39,6 +40,19 @@ def test_it_is_the_data_source_of_the_default_transport(tmp_path: Path) -> None:
     args = args_in(tmp_path)
     assert type(build_data_source(args)) is ObjectStoreDataSource
     assert set(vars(args)) == set(vars(args_in(tmp_path)))  # no handles on args
+
+
+def test_a_saved_state_has_a_durable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its directory is new: a name that is not synced is gone after a power cut."""
+    source, synced, fsync = ObjectStoreDataSource(args_in(tmp_path)), [], os.fsync
+
+    def note(fd: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    source.save(0)
+    assert synced[-2:] == ["rollout", "save"]
 
 
 def test_the_buffer_comes_first_then_fresh_groups_over_any_number_of_epochs(tmp_path: Path) -> None:
