@@ -65,7 +65,7 @@ class RolloutBatches:
         known = self._mine.get(rollout_id)
         if known is not None and known.batch.branch == self._pool.branch():
             return known
-        request, delay, started = self._pool.new_request(), POLL_S, time.monotonic()
+        delay, started = POLL_S, time.monotonic()
         while True:
             left = None if timeout is None else started + timeout - time.monotonic()
             late = left is not None and left <= 0
@@ -75,7 +75,7 @@ class RolloutBatches:
                 return self._keep(rollout_id, found.batch)
             missing = _held_elsewhere(found)
             if not missing:
-                taken = self._take(rollout_id, count, fewer and late, request)
+                taken = self._take(rollout_id, count, fewer and late)
                 if taken.batch is not None:
                     return self._keep(rollout_id, taken.batch)
                 if taken.status == "sealed":
@@ -86,14 +86,12 @@ class RolloutBatches:
             time.sleep(delay if left is None else min(delay, max(left, 0.001)))
             delay = min(2 * delay, POLL_MAX_S)
 
-    def _take(self, rollout_id: int, count: int, fewer: bool, request: str) -> Taken:
+    def _take(self, rollout_id: int, count: int, fewer: bool) -> Taken:
         queue = self._pool.queue(self._queue_name)
         consumer = f"{CONSUMER}{rollout_id}"
-        # `fewer` changes the content of the command, and so its identity.
-        name = f"{request}.fewer" if fewer else request
         return sure(
             self._pool,
-            lambda _: queue.take_batch(count, consumer=consumer, fewer=fewer, request_id=name),
+            lambda request: queue.take_batch(count, consumer=consumer, fewer=fewer, request_id=request),
         )
 
     def _keep(self, rollout_id: int, batch: Batch) -> CollectedBatch:
@@ -114,7 +112,7 @@ class RolloutBatches:
                 if not tasks:
                     return []
                 self._put_back(lease for lease in aside if lease.task in tasks)
-                taken = self._take(rollout_id, len(tasks), False, self._pool.new_request()).batch
+                taken = self._take(rollout_id, len(tasks), False).batch
             finally:
                 self._put_back(lease for lease in aside if lease.task not in tasks)
             if taken is not None and set(taken.tasks) == set(tasks):

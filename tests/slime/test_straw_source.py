@@ -510,6 +510,24 @@ def test_a_rollout_is_finished_though_the_session_that_collected_it_was_lost(mak
     assert (counts(source).trained, counts(source).ready, counts(source).in_batch) == (2, 2, 0)
 
 
+def test_a_batch_whose_reply_and_session_were_lost_is_taken_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make()
+    worked(source, 4)
+    commit, lost = source.pool.commit, []
+
+    def lose(command: Any, *more: Any, **options: Any) -> Any:
+        answer = commit(command, *more, **options)
+        if type(command).__name__ == "TakeBatch" and not lost:
+            lost.append(command)
+            _lose_session(source).close()
+            raise OutcomeUnknown("lost")
+        return answer
+
+    monkeypatch.setattr(source.pool, "commit", lose)
+    assert len(source.collect(0, 2, timeout=5)) == 2
+    assert (counts(source).in_batch, counts(source).ready) == (2, 2)
+
+
 def test_a_batch_that_ends_while_it_is_to_be_finished_is_not_replaced_by_another(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
