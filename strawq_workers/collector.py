@@ -19,11 +19,12 @@ from typing import Any, BinaryIO
 import msgspec
 
 from strawq.errors import BadInput, Fenced, TryAgain
-from strawq.handles import Batch, Held
+from strawq.handles import Batch, Held, Taken
 from strawq.model import UNVERSIONED, policy_number
 from strawq.pool import Pool
 from strawq.samples import Group
 from strawq_workers.admission.staleness import Candidate, Policy, StalenessBudget, staleness_of
+from strawq_workers.asking import sure
 from strawq_workers.rates import Rates
 
 log = logging.getLogger("strawq.collector")
@@ -157,7 +158,7 @@ class Collector:
             late = left is not None and left <= 0
             missing = self._holder() or self.waits_for(count)
             if not missing:
-                taken = self.pool.queue(self.queue).take_batch(count, consumer=self.consumer, fewer=fewer and late)
+                taken = self._take(count, fewer and late)
                 if taken.batch is not None:
                     return self._collected(taken.batch)
                 if taken.status == "sealed":
@@ -170,6 +171,14 @@ class Collector:
                 log.warning("waiting for %d groups: %s; %s", count, missing, self._who_works())
             wait(delay if left is None else min(delay, max(left, 0.001)))
             delay = min(2 * delay, POLL_MAX_S)
+
+    def _take(self, count: int, fewer: bool) -> Taken:
+        """One whose reply was lost is asked for again as the same: nobody else would ever get it from this session."""
+        queue = self.pool.queue(self.queue)
+        return sure(
+            self.pool,
+            lambda request: queue.take_batch(count, consumer=self.consumer, fewer=fewer, request_id=request),
+        )
 
     def _collected(self, batch: Batch) -> CollectedBatch:
         rates = self._rates.since_last() if self._rates is not None else {}

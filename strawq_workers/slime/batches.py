@@ -21,8 +21,8 @@ from strawq.model import Session
 from strawq.pool import Pool
 from strawq.queue import Change, Work
 from strawq.samples import Group, Prompt
+from strawq_workers.asking import sure
 from strawq_workers.collector import POLL_MAX_S, POLL_S, CollectedBatch
-from strawq_workers.slime.asking import sure
 from strawq_workers.slime.checkpoint import CONSUMER, is_up_to
 
 logger = logging.getLogger("strawq.slime")

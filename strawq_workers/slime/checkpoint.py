@@ -17,7 +17,7 @@ from strawq.errors import BadInput
 from strawq.limits import NAME_BYTES
 from strawq.model import UNVERSIONED, policy_number
 from strawq.pool import Pool
-from strawq_workers.slime.asking import sure
+from strawq_workers.asking import sure
 from strawq_workers.slime.commits import Commit, commit_files, require_absent, write_commit
 from strawq_workers.slime.lineage import (
     START,

@@ -15,7 +15,7 @@ import msgspec
 from strawq.errors import BadInput, Fenced
 from strawq.pool import Pool
 from strawq.queue import Queue
-from strawq_workers.slime.asking import sure
+from strawq_workers.asking import sure
 from strawq_workers.slime.codec import prompt_of
 from strawq_workers.slime.dataset import Cursor, PromptDataset
 

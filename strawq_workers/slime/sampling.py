@@ -20,7 +20,7 @@ from strawq.model import UNVERSIONED, policy_number
 from strawq.pool import Pool
 from strawq.queue import Change, Work
 from strawq.samples import Group, Prompt
-from strawq_workers.slime.asking import sure
+from strawq_workers.asking import sure
 from strawq_workers.slime.batches import RolloutBatches
 from strawq_workers.slime.codec import prompt_of, samples_of
 from strawq_workers.slime.handed import (

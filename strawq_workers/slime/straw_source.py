@@ -24,9 +24,9 @@ from strawq.handles import Leases
 from strawq.model import QueueConfig
 from strawq.pool import Pool
 from strawq.upkeep import Upkeep
+from strawq_workers.asking import sure
 from strawq_workers.slime import witness
 from strawq_workers.slime.arguments import uses_our_rollout, validate_rollout_arguments
-from strawq_workers.slime.asking import sure
 from strawq_workers.slime.batches import RolloutBatches
 from strawq_workers.slime.checkpoint import Restored, load_pair, save_pair
 from strawq_workers.slime.codec import samples_of

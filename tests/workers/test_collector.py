@@ -5,7 +5,7 @@ import pytest
 
 from strawq import Pool, Prompt, QueueConfig, Sample, VersionSpan
 from strawq.core.commands import Expire
-from strawq.errors import BadInput, Damaged, Fenced, TryAgain
+from strawq.errors import BadInput, Damaged, Fenced, OutcomeUnknown, TryAgain
 from strawq.export import group_values
 from strawq.samples import Group
 from strawq_workers.collector import Collector, collect_to_jsonl, open_shared
@@ -34,6 +34,24 @@ def fill(pool, versions, start=0):
 
 def names(batch):
     return [group.prompt.group_id for group in batch]
+
+
+def test_a_batch_whose_reply_was_lost_is_this_trainers_and_no_second_one_is_taken(pool, monkeypatch):
+    fill(pool, ["1"] * 4)
+    commit, lost = pool.commit, []
+
+    def lose(command, *more, **options):
+        answer = commit(command, *more, **options)
+        if type(command).__name__ == "TakeBatch" and not lost:
+            lost.append(command)
+            raise OutcomeUnknown("lost")
+        return answer
+
+    monkeypatch.setattr(pool, "commit", lose)
+    batch = Collector(pool).next_batch(2, timeout=0)
+    assert names(batch) == ["g0", "g1"]
+    counts = pool.queue().counts()
+    assert (counts.in_batch, counts.ready) == (2, 2)
 
 
 def test_an_unfinished_batch_comes_again_to_the_next_trainer_and_no_other_one(tmp_path, pool):
