@@ -50,8 +50,12 @@ class LocalWorkers:
         self._slots = [_Slot(index) for index in range(count)]
         self._died_once = False
         self.restarts = 0
-        for slot in self._slots:
-            self._start(slot)
+        try:
+            for slot in self._slots:
+                self._start(slot)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pids(self) -> list[int]:

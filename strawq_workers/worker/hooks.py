@@ -101,9 +101,12 @@ class Hooks:
             return await self._score_group(self.reward, group)
         views = [hook_view(group, sample) for sample in group.samples]
         missing = [at for at, sample in enumerate(group.samples) if sample.reward is None]
-        answers = await asyncio.gather(*(call(self.reward, "reward", self.args, views[at]) for at in missing))
+        calls = (call(self.reward, "reward", self.args, views[at]) for at in missing)
+        answers = await asyncio.gather(*calls, return_exceptions=True)  # a failure waits for the others: none runs on
         samples = list(group.samples)
         for at, answer in zip(missing, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise answer
             samples[at] = _rewarded(group, samples[at], answer, views[at])
         return msgspec.structs.replace(group, samples=tuple(samples))
 

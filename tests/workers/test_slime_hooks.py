@@ -1,9 +1,19 @@
 """Hooks and generate functions of slime users, on samples that came from a slime data source."""
 
-import numpy as np
+import asyncio
+from importlib import import_module
 
+import numpy as np
+import pytest
+
+from strawq import Prompt
+from strawq import Sample as Stored
+from strawq.samples import Group
 from strawq_workers.agents import generate
 from strawq_workers.slime import Sample, prompt_of, samples_of
+from strawq_workers.worker.hooks import Hooks
+from strawq_workers.worker.options import WorkerOptions
+from strawq_workers.worker.views import HookFailed
 
 HERE = "test_slime_hooks"
 
@@ -49,3 +59,24 @@ async def test_functions_see_every_field_that_was_submitted_and_nothing_of_it_is
             assert (sample.index, sample.reward, sample.flavour) == (40 + at, 1.0, "sour")
             assert sample.metadata["hooked"] == 40 + at and sample.metadata["where"].tolist() == [0, 1, 2]
             assert sample.response_length == 24 and len(sample.loss_mask) == 24
+
+
+_over: list[int] = []
+
+
+async def reward_that_fails_first(args, sample):
+    if sample.index == 0:
+        raise ValueError("no idea")
+    for _ in range(20):
+        await asyncio.sleep(0)
+    _over.append(sample.index)
+    return 1.0
+
+
+async def test_a_reward_that_fails_leaves_no_other_one_running():
+    hooks = Hooks(WorkerOptions(engines=("http://localhost:1",), reward=f"{HERE}:reward_that_fails_first"))
+    done = {"status": "completed", "finish_reason": "stop"}
+    samples = tuple(Stored(at, np.arange(2), np.full(2, -0.5), **done) for at in range(2))
+    with pytest.raises(HookFailed, match="no idea"):
+        await hooks.score(Group("1-0", Prompt(tokens=[1]), samples))
+    assert import_module(HERE)._over == [1]  # as the hook sees it
