@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from strawq.archives import delete_archive, held_by
-from strawq.errors import Damaged, Gone
+from strawq.errors import Damaged, Gone, StrawqError
 from strawq.garbage import collect_garbage
 from strawq.handles import Held
 from strawq.merging import merge_objects
@@ -107,11 +107,12 @@ class Operator(Actor):
         for held in groups:
             try:
                 group = in_memory(self.process.pool.payloads.load(held))
-            except (Damaged, Gone) as error:
+            except StrawqError as error:
                 self.process.must_live()
                 kept = self.book.archives.get(name)
                 there = kept is not None and kept.seq == archive.seq and not self.process.excused
-                require(not there, f"{self.process.name} cannot read task {held.task.id} of archive {name}: {error}")
+                gone = isinstance(error, Damaged | Gone) and there
+                require(not gone, f"{self.process.name} cannot read task {held.task.id} of archive {name}: {error}")
                 continue
             kept = self.book.archives.get(name)
             if kept is not None and kept.seq == archive.seq:
