@@ -7,6 +7,8 @@ import time
 import urllib.request
 from collections import deque
 
+import msgspec
+
 from strawq.handles import Held
 from strawq_workers.engine.launch import running_engine
 from strawq_workers.engine.options import EngineOptions
@@ -65,6 +67,24 @@ class EngineThread:
     def generated(self) -> int:
         """Tokens that it has made."""
         return self.engine._scheduler.generated_tokens
+
+    def pace(self, tokens_per_second):
+        """How fast each request goes from now on, those under way included."""
+        scheduler = self.engine._scheduler
+        scheduler.options = msgspec.structs.replace(scheduler.options, tokens_per_second=tokens_per_second)
+
+    def pace_after(self, tokens, tokens_per_second):
+        """From the step on that has made so many tokens in all."""
+        scheduler = self.engine._scheduler
+        usual = scheduler._apply_updates
+
+        def apply_updates():
+            if scheduler.generated_tokens > tokens:
+                scheduler._apply_updates = usual
+                self.pace(tokens_per_second)
+            usual()
+
+        scheduler._apply_updates = apply_updates
 
     def set_version(self, version):
         """New weights, told by nobody but the engine."""

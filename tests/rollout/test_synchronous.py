@@ -46,10 +46,12 @@ def test_a_rollout_that_is_asked_for_again_gets_the_same_batch(source_of, engine
 
 def over(source, engine, **changes):
     """Flags under which six groups are started and three are needed; those three are scored once the others have
-    tokens, and the engine runs them first."""
-    start = engine.generated()
+    tokens, and the engine runs them first. From then on it all but stands still: the others do not end by themselves,
+    however busy the machine is."""
+    others_have_tokens = engine.generated() + 6 * 100 + 6 * 4
+    engine.pace_after(others_have_tokens, 0.01)
     hooks.gate["second"] = once(lambda: engine.running() == 6)
-    hooks.gate["ready"] = lambda: engine.generated() > start + 6 * 100 + 6 * 4
+    hooks.gate["ready"] = lambda: engine.generated() > others_have_tokens
     return source.args(
         over_sampling_batch_size=6,
         rollout_max_response_len=100,
@@ -70,6 +72,7 @@ def test_with_partial_rollout_prefixes_are_kept_and_used_first_by_the_next_rollo
     assert [number for number, _ in saved] == [3, 4, 5] and all(tokens for _, tokens in saved)
     source.finish(0)
     hooks.gate["ready"] = lambda: True
+    engine.pace(None)
     out = generate_rollout(source.args(partial_rollout=True, rollout_max_response_len=100), 1, source.data)
     assert indices(out.samples) == [3, 4, 5]
     for (_, prefixes), now in zip(saved, tokens_of(out.samples), strict=True):
@@ -87,6 +90,7 @@ def test_without_partial_rollout_unfinished_groups_go_back_as_they_came(source_o
     assert source.waiting() == [(number, [[], []]) for number in (3, 4, 5)]
     source.finish(0)
     hooks.gate["ready"] = lambda: True
+    engine.pace(None)
     out = generate_rollout(source.args(rollout_max_response_len=100), 1, source.data)
     assert indices(out.samples) == [3, 4, 5] and out.metrics["worker/tokens_resumed"] == 0
     assert all(len(set(sample.weight_versions)) == 1 for group in out.samples for sample in group)
