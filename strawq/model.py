@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from strawq.limits import MAX_ATTEMPTS, MAX_EXPIRATIONS
+
 Stage = Literal["fresh", "partial", "ready"]
 End = Literal["trained", "dropped", "failed"]
 STAGES: tuple[Stage, ...] = ("fresh", "partial", "ready")
@@ -175,8 +177,8 @@ class QueueConfig(Row, frozen=True):
     task is a dead letter. `max_ready` and `max_leased` hold admission back (0: no bound): `acquire` answers
     `backpressured` when the ready and leased groups together reach `max_ready`, or the leased ones `max_leased`."""
 
-    max_attempts: int = 5
-    max_expirations: int = 20
+    max_attempts: int = MAX_ATTEMPTS
+    max_expirations: int = MAX_EXPIRATIONS
     max_ready: int = 0
     max_leased: int = 0
 

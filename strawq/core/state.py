@@ -24,7 +24,6 @@ from strawq.model import (
     BranchRow,
     Checkpoint,
     End,
-    ObjectRef,
     Pause,
     Pin,
     Producer,
@@ -301,6 +300,3 @@ class State:
     def hold_parts(self, parts: Iterable[Slice], by: int, incoming: dict[str, StoredObject] | None = None) -> None:
         for part in parts:
             self.hold(part.object, by, incoming)
-
-    def object_ref(self, digest: str) -> ObjectRef:
-        return self.objects[digest].ref

@@ -18,6 +18,7 @@ from strawq_workers.processes import Children
 from strawq_workers.rollout.debug_data import archive_path
 from strawq_workers.rollout.settings import straw_source
 from strawq_workers.rollout.trainer import ReferenceTrainer, Trained, TrainingSummary, replay
+from strawq_workers.slime import build_data_source
 from strawq_workers.slime.arguments import (
     add_rollout_arguments,
     rollout_function_path,
@@ -99,19 +100,10 @@ def run_rollouts(
             # Ctrl-C is for this process: the engine answers until everything has been given back.
             urls = [children.start("engine", arguments, own_session=True).first_line(ENGINE_START_S)]
         args.rollout_engines = urls or None
-        data_source = make_data_source(args)
+        data_source = build_data_source(args)
         close = getattr(data_source, "close", None)
         if close is not None:
             stack.callback(close)
         if straw_source(data_source) is None and args.rollout_data_transport == "straw":
             raise BadInput("--data-source-path names a data source that is not on a pool; use object-store with it")
         return ReferenceTrainer(args, data_source, mode, told).run()
-
-
-def make_data_source(args: Any) -> Any:
-    """The one that --data-source-path names, else that of the transport."""
-    from strawq_workers.slime import build_data_source
-    from strawq_workers.worker.hooks import load_hook
-
-    path = getattr(args, "data_source_path", None)
-    return load_hook(path, "data_source_path")(args) if path else build_data_source(args)
