@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import logging
 import threading
@@ -116,14 +117,9 @@ def close_rollouts(data_source: Any = None) -> None:
     with _lock:
         keys = [key for key in _stations if data_source is None or key == id(data_source)]
         closing = [_stations.pop(key) for key in keys]
-    failures = []
-    for station in closing:
-        try:
-            station.close()
-        except StrawqError as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
+    with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are closed first
+        for station in closing:
+            stack.callback(station.close)
 
 
 @functools.cache

@@ -139,6 +139,7 @@ class Watcher:
     def _begin(self) -> None:
         if self._quiescing is None or self._quiescing.done():
             self._quiescing = asyncio.ensure_future(self._quiesce())
+            self._quiescing.add_done_callback(self._quiesced)
 
     async def _quiesce(self) -> None:
         policy = self.place.options.pause_policy
@@ -164,6 +165,11 @@ class Watcher:
             except StrawqError as error:
                 log.warning("the pause is not acknowledged yet: %s", words(error))
                 await asyncio.sleep(RETRY_S)
+
+    def _quiesced(self, task: asyncio.Task[None]) -> None:
+        """A fault of ours ends the worker: one that never acknowledges would hold the trainer up."""
+        if not task.cancelled() and task.exception() is not None:
+            self.place.stop("fault", task.exception())
 
     async def _resume(self, around: Around) -> None:
         if self._quiescing is not None:

@@ -5,6 +5,7 @@ import logging
 import urllib.request
 
 import msgspec
+import pytest
 
 from strawq.core.commands import Expire
 from strawq.samples import token_count
@@ -124,6 +125,22 @@ async def test_an_idle_worker_acknowledges_a_pause_too(stage_of):
         await asyncio.to_thread(stage.pool.resume)
         await asyncio.to_thread(stage.queue.seal)
         assert (await worker).counters.groups_accepted == 1
+
+
+async def test_a_worker_that_cannot_acknowledge_by_a_fault_of_its_own_ends(stage_of):
+    """It would hold the trainer up until its deadline, at every pause."""
+    async with stage_of(tokens_per_second=30) as stage:
+        stage.submit(1)
+        worker, _ = await started(stage)
+
+        async def fault():
+            raise ZeroDivisionError("a fault")
+
+        stage.worker.place.queue.acknowledge_pause = fault
+        await asyncio.to_thread(stage.pool.pause, "weights")
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(worker, 20)
+        assert all(not row.task.session for row in stage.held(stage="partial"))
 
 
 async def test_a_second_pause_right_after_the_first_is_acknowledged_as_well(stage_of):
