@@ -22,8 +22,8 @@ import numpy as np
 
 from strawq.cli.options import digest_of
 from strawq.errors import BadInput
+from strawq.json_values import json_text
 from strawq.samples import Prompt
-from strawq.storage.records import json_text
 
 Format = Literal["jsonl", "parquet"]
 

@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 
-from strawq.errors import BadInput, Damaged, FormatUnsupported
+from strawq.errors import Damaged, FormatUnsupported
+from strawq.json_values import json_text
 from strawq.limits import INLINE_OBJECT_BYTES
 from strawq.model import VersionSpan
 from strawq.rows import Rows, dtype_name, shape_of
@@ -159,25 +160,6 @@ class Publication(msgspec.Struct, frozen=True, eq=False):
     rows: int
     slices: tuple[tuple[int, int], ...]
     pack: PackPlan | None = None
-
-
-def json_text(value: Any, what: str) -> str:
-    """`value` as JSON that reads back equal (tuples as lists). `BadInput` for NaN, bytes, keys that are not strings,
-    objects."""
-    try:
-        text = msgspec.json.encode(value)
-        back = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise BadInput(f"{what} is not JSON: {error}") from error
-    if back != value and back != _as_lists(value):
-        raise BadInput(f"{what} does not survive JSON (NaN, infinity, bytes or keys that are not strings?)")
-    return text.decode()
-
-
-def _as_lists(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_as_lists(item) for item in value]
-    return {key: _as_lists(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _optional_json(value: Any, what: str) -> str | None:

@@ -136,7 +136,7 @@ class InBackground:
 
     async def _run(self) -> None:
         options = self._options
-        source = MemorySource(self._station.data_source, codec())
+        source = MemorySource(self._station.returns, codec())
         try:
             fleet = await self._station.fleet(options, self._stop)
             place = Place(options, source, fleet, Hooks(options), make_admission(options, fleet))
@@ -157,8 +157,10 @@ class InBackground:
             self._over.set()
             await self._stop.wait()
         finally:
-            await source.give_back(lambda sample: mark_begun(sample, self._rollout_id))
-            await source.close()
+            try:
+                await source.give_back(lambda sample: mark_begun(sample, self._rollout_id))
+            finally:
+                await source.close()
 
     async def _take(self, count: int, rollout_id: int, stop: asyncio.Event) -> Taken:
         self._rollout_id = rollout_id

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from strawq.errors import BadInput, StrawqError, TryAgain
 from strawq_workers.admission.refill import Account
 from strawq_workers.rollout.background import LoopThread
+from strawq_workers.rollout.returns import Returns
 from strawq_workers.sglang.fleet import Fleet
 from strawq_workers.sglang.options import EngineOptions
 from strawq_workers.worker.options import WorkerOptions
@@ -48,24 +49,27 @@ class Station:
 
     def __init__(self, data_source: Any) -> None:
         self.data_source = data_source
+        self.returns = Returns(data_source)
         self.loop = LoopThread()
         self.running: Running | None = None
         self.account: Account | None = None
         """Of the newest synchronous rollout."""
         self._fleet: Fleet | None = None
+        self._opening = asyncio.Lock()
         self._opened: tuple[tuple[str, ...], EngineOptions] | None = None
 
     async def fleet(self, options: WorkerOptions, stop: asyncio.Event) -> Fleet:
         """The engines, opened once and kept. Called on the station's loop."""
         wanted = (options.engines, options.engine_options())
-        if self._fleet is not None and self._opened != wanted:
-            await self._close_fleet()
-        if self._fleet is None:
-            fleet = await open_fleet(options, stop)
-            if fleet is None:
-                raise Interrupted("the rollout was told to stop before an engine answered")
-            self._fleet, self._opened = fleet, wanted
-        return self._fleet
+        async with self._opening:
+            if self._fleet is not None and self._opened != wanted:
+                await self._close_fleet()
+            if self._fleet is None:
+                fleet = await open_fleet(options, stop)
+                if fleet is None:
+                    raise Interrupted("the rollout was told to stop before an engine answered")
+                self._fleet, self._opened = fleet, wanted
+            return self._fleet
 
     async def _close_fleet(self) -> None:
         fleet, self._fleet = self._fleet, None
@@ -79,12 +83,12 @@ class Station:
             running.close()
 
     def close(self) -> None:
-        """Give back what runs, close the engines' connections, end the thread."""
-        try:
-            self.stop_running()
-        finally:
-            self.loop.call(lambda _: self._close_fleet())
-            self.loop.close()
+        """Give back what runs, close the engines' connections, end the thread. If the data source does not take back
+        what it should, the station stays as it is, and may be closed again."""
+        self.stop_running()
+        self.returns.settle()
+        self.loop.call(lambda _: self._close_fleet())
+        self.loop.close()
 
 
 _stations: dict[int, Station] = {}
@@ -108,6 +112,7 @@ def give_back(data_source: Any) -> None:
         station = _stations.get(id(data_source))
     if station is not None:
         station.stop_running()
+        station.returns.settle()
 
 
 def close_rollouts(data_source: Any = None) -> None:
@@ -116,10 +121,18 @@ def close_rollouts(data_source: Any = None) -> None:
     the data source is saved for good or closed."""
     with _lock:
         keys = [key for key in _stations if data_source is None or key == id(data_source)]
-        closing = [_stations.pop(key) for key in keys]
     with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are closed first
-        for station in closing:
-            stack.callback(station.close)
+        for key in keys:
+            stack.callback(_close, key)
+
+
+def _close(key: int) -> None:
+    with _lock:
+        station = _stations.get(key)
+    if station is not None:
+        station.close()
+        with _lock:
+            _stations.pop(key, None)
 
 
 @functools.cache

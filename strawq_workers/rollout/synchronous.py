@@ -45,9 +45,10 @@ def from_memory(args: Any, rollout_id: int, station: Station) -> tuple[Samples, 
 
     async def work(stop: asyncio.Event) -> tuple[Samples, dict[str, float]]:
         fleet = await station.fleet(options, stop)
-        source = MemorySource(station.data_source, codec())
+        source = MemorySource(station.returns, codec())
         source.policy_version = await served_version(fleet)
         plan = RolloutPlan(count, max_surplus=surplus(args))
+        samples: Samples = []
         try:
             metrics = await generate(station, options, source, plan, fleet, stop)
             entries = source.take(count)
@@ -58,17 +59,23 @@ def from_memory(args: Any, rollout_id: int, station: Station) -> tuple[Samples, 
                     raise Interrupted(f"rollout {rollout_id} was told to stop")
             except BaseException:
                 source.put_back(entries)
+                samples = []
                 raise
             return samples, metrics
         finally:
-            await source.give_back(lambda sample: mark_begun(sample, rollout_id))
-            await source.close()
+            try:
+                await source.give_back(lambda sample: mark_begun(sample, rollout_id))
+            except BaseException:
+                await source.run(station.returns.keep, samples)
+                raise
+            finally:
+                await source.close()
 
-    samples, metrics = station.loop.call(work, undo=lambda late: station.data_source.add_samples(late[0]))
+    samples, metrics = station.loop.call(work, undo=lambda late: station.returns.add_samples(late[0]))
     try:
         return select(args, samples, station.data_source), metrics
     except BaseException:
-        station.data_source.add_samples(samples)
+        station.returns.add_samples(samples)
         raise
 
 

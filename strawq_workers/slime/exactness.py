@@ -53,5 +53,6 @@ def shrink_reward(reward: Any) -> Any:
         except OverflowError:
             return None
     if hasattr(reward, "item") and getattr(reward, "shape", None) == ():
-        return float(reward.item())
+        value = reward.item()
+        return shrink_reward(value) if isinstance(value, (bool, int, float)) else None
     return None

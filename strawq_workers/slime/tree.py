@@ -53,8 +53,8 @@ class Tree:
             return [RAW_TEXT, value.encode("utf-8", "surrogatepass")]
         if kind in _PLAIN:
             return value
-        if kind is int:
-            return value if -(1 << 63) <= value < 1 << 63 else [BIG_INT, str(value)]
+        if kind is int:  # in hexadecimal: decimal texts of thousands of digits are refused by Python
+            return value if -(1 << 63) <= value < 1 << 63 else [BIG_INT, hex(value)]
         if kind is np.ndarray:
             return self._array(value, path)
         if isinstance(value, np.generic):
@@ -150,7 +150,7 @@ class TreeReader:
             ENUM: lambda node: self.classes[node[0]](self.decode(node[1])),
             RECORD: self._record,
             IMAGE: self._image,
-            BIG_INT: lambda node: int(node[0]),
+            BIG_INT: lambda node: int(node[0], 16),
             RAW_TEXT: lambda node: node[0].decode("utf-8", "surrogatepass"),
             ASIDE: self._aside,
         }

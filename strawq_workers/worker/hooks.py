@@ -22,7 +22,15 @@ from strawq.errors import BadInput, Misaligned
 from strawq.samples import Group, Int32, Prompt, Sample
 from strawq_workers.filters import DynamicFilterOutput, apply_filter
 from strawq_workers.worker.options import WorkerOptions
-from strawq_workers.worker.views import HookFailed, HookSample, changed_by_hook, hook_view, reward_value, with_metadata
+from strawq_workers.worker.views import (
+    HookFailed,
+    HookSample,
+    changed_by_hook,
+    hook_view,
+    reward_value,
+    shown,
+    with_metadata,
+)
 
 Hook = Callable[..., Any]
 
@@ -60,7 +68,7 @@ class Hooks:
         named = {"evaluation": self.evaluation} if "evaluation" in _keywords(self.generate) else {}
         try:
             return await self.generate(self.args, sample, sampling_params, **named)
-        except SystemExit as error:
+        except (SystemExit, KeyboardInterrupt) as error:
             raise raised("generate", error) from error  # in a task of its own it would end the event loop
 
     async def change(self, group: Group) -> Group:
@@ -89,7 +97,7 @@ class Hooks:
             given = known if _ANY in accepted else {key: known[key] for key in known if key in accepted}
             answer = await call(hook, name, self.args, view, **given)
             if answer is not None and not isinstance(answer, HookSample):
-                raise HookFailed(f"{name} answered {repr(answer)[:100]}: return the sample, or None")
+                raise HookFailed(f"{name} answered {shown(answer)}: return the sample, or None")
             sample = changed_by_hook(group.prompt, sample, view if answer is None else answer, before, name)
         return sample
 
@@ -116,7 +124,7 @@ class Hooks:
         views = [hook_view(group, sample) for sample in group.samples]
         answers = await call(reward, "reward", self.args, views)
         if not isinstance(answers, (list, tuple)) or len(answers) != len(views):
-            size = f"{len(answers)} values" if isinstance(answers, (list, tuple)) else repr(answers)[:100]
+            size = f"{len(answers)} values" if isinstance(answers, (list, tuple)) else shown(answers)
             raise HookFailed(f"reward hook answered {size} for a group of {len(views)}: return a list of one each")
         samples = [
             _rewarded(group, sample, answer, view)
@@ -142,14 +150,14 @@ class Hooks:
                 raise ValueError(f"{ids.dtype} {list(ids.shape)} are not token ids")
             return ids.astype(np.int32)
         except (TypeError, ValueError) as error:
-            raise HookFailed(f"tokenize hook answered {repr(answer)[:100]}: {error}") from error
+            raise HookFailed(f"tokenize hook answered {shown(answer)}: {error}") from error
 
     async def detokenize(self, tokens: Int32) -> str:
         """Text of response tokens, by the hook. Raises `HookFailed`."""
         assert self.detokenizer is not None
         answer = await call(self.detokenizer, "detokenize", self.args, tokens.tolist())
         if not isinstance(answer, str):
-            raise HookFailed(f"detokenize hook answered {repr(answer)[:100]}: return text")
+            raise HookFailed(f"detokenize hook answered {shown(answer)}: return text")
         return answer
 
 
@@ -199,22 +207,35 @@ async def call(function: Hook, name: str, *arguments: Any, **named: Any) -> Any:
     try:
         if is_coroutine_function(function):
             return await function(*arguments, **named)
-        answer = await asyncio.to_thread(function, *arguments, **named)
+        answer, error = await asyncio.to_thread(_answered, function, arguments, named)
+        if error is not None:
+            raise raised(name, error) from error
         return await answer if inspect.isawaitable(answer) else answer
-    except Misaligned:
+    except (Misaligned, HookFailed):
         raise
     except asyncio.CancelledError as error:
         # Nobody cancels a worker's group from outside: something inside the hook was cancelled, and it leaked.
         raise HookFailed(f"{name} hook was cancelled from within") from error
-    except (Exception, SystemExit) as error:
-        # Others' code may raise anything; the reason goes into the queue, and the worker lives.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        # Others' code may raise anything (signals come in another way): it is the reason, and the worker lives.
         raise raised(name, error) from error
+
+
+def _answered(function: Hook, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, BaseException | None]:
+    """The answer or what was raised, as a value: a future takes no `StopIteration`, and a thread's `KeyboardInterrupt`
+    would take the event loop with it."""
+    try:
+        return function(*arguments, **named), None
+    except Misaligned:
+        raise
+    except BaseException as error:  # noqa: BLE001 (it is raised where it is waited for)
+        return None, error
 
 
 def raised(name: str, error: BaseException) -> HookFailed:
     """What a hook raised, as the reason of a failed attempt."""
     kind = name if " " in name else f"{name} hook"
-    return HookFailed(f"{kind} raised {type(error).__name__}: {error}")
+    return HookFailed(f"{kind} raised {type(error).__name__}: {shown(error, str, 1000)}")
 
 
 def is_coroutine_function(function: Hook) -> bool:

@@ -32,6 +32,7 @@ from strawq_workers.worker.views import (
     Status,
     hook_view,
     reward_value,
+    shown,
     word,
 )
 
@@ -283,7 +284,7 @@ class Turns:
                 )
             given = answer[0]
         if not isinstance(given, HookSample):
-            raise HookFailed(f"generate function returned {repr(answer)[:100]}: return the sample that it was given")
+            raise HookFailed(f"generate function returned {shown(answer)}: return the sample that it was given")
         if given.turns is not self:
             raise HookFailed(f"generate function returned a sample that is not sample {self.response.index}")
         return given

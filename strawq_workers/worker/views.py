@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
 from strawq.errors import BadInput, Misaligned, StrawqError
+from strawq.json_values import json_text
 from strawq.samples import Group, Prompt, Sample
 
 REMOVED = "remove_sample"
@@ -211,10 +213,7 @@ def with_metadata(prompt: Prompt, sample: Sample, view: HookSample) -> Sample:
     kept = {name: sample.metadata[name] for name in (REMOVED, UNREAD, TURN) if name in sample.metadata}
     _, own = _given(prompt, sample)
     added = {name: value for name, value in view.metadata.items() if name not in own or not _same(own[name], value)}
-    try:
-        msgspec.json.encode(added)
-    except (TypeError, msgspec.MsgspecError) as error:
-        raise HookFailed(f"the metadata of sample {sample.index} are not JSON values: {error}") from error
+    _require_json(added, f"metadata of sample {sample.index}")
     return msgspec.structs.replace(sample, metadata={**added, **kept})
 
 
@@ -225,13 +224,34 @@ def reward_value(given: Any, index: int) -> float | dict[str, Any] | None:
     if hasattr(given, "item") and not isinstance(given, dict):
         given = given.item()  # a NumPy or torch scalar
     if not isinstance(given, (bool, int, float, dict)):
-        raise HookFailed(f"reward hook answered {repr(given)[:100]} for sample {index}: return a number or dict")
-    reward = given if isinstance(given, dict) else float(given)
+        raise HookFailed(f"reward hook answered {shown(given)} for sample {index}: return a number or dict")
+    if isinstance(given, dict):
+        _require_json(given, f"reward of sample {index}")
+        return given
     try:
-        msgspec.json.encode(reward)
-    except (TypeError, msgspec.MsgspecError) as error:
-        raise HookFailed(f"the reward of sample {index} is not a JSON value: {error}") from error
+        reward = float(given)
+    except OverflowError:
+        reward = math.inf
+    if not math.isfinite(reward):
+        raise HookFailed(f"reward hook answered {shown(given)} for sample {index}, which cannot be trained on")
     return reward
+
+
+def shown(value: Any, show: Callable[[Any], str] = repr, characters: int = 100) -> str:
+    """The beginning of a value in words, for a message that is stored. What a user's object raises when it is shown is
+    not worth another failure."""
+    try:
+        text = show(value)[:characters]
+    except Exception as error:  # noqa: BLE001 (others' code)
+        return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _require_json(value: Any, what: str) -> None:
+    try:
+        json_text(value, what)
+    except BadInput as error:
+        raise HookFailed(str(error)) from error
 
 
 def _same(first: Any, second: Any) -> bool:

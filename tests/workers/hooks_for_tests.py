@@ -82,3 +82,58 @@ def filter_raises(args, samples):
 
 def three_tokens(args, prompt):
     return [5, 6, 7]
+
+
+# What no hook should answer or raise, and some will.
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def huge(args, sample):
+    return 10**400
+
+
+def not_a_number(args, sample):
+    return float("nan")
+
+
+def cycle(args, sample):
+    score = {}
+    score["self"] = score
+    return score
+
+
+def half_a_character(args, sample):
+    return {"why": "\ud800"}
+
+
+def notes_itself(args, sample):
+    sample.metadata["self"] = sample.metadata
+    return 1.0
+
+
+def shows_nothing(args, sample):
+    raise Unspeakable
+
+
+def raises_half_a_character(args, sample):
+    raise ValueError("\ud800")
+
+
+def stops_iteration(args, sample):
+    return next(iter([]))
+
+
+def interrupts(args, sample):
+    raise KeyboardInterrupt
+
+
+async def interrupts_the_loop(args, sample):
+    raise KeyboardInterrupt
+
+
+def leaves_a_generator(args, sample):
+    raise GeneratorExit
