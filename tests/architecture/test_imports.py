@@ -22,7 +22,7 @@ TEXT_TREES = (*PYTHON_TREES, "docs", "contracts", ".ci")
 BOTTOM, DATA, CORE, STORAGE, FACE, WORKERS, CLI = "bottom", "data", "core", "storage", "public face", "workers", "cli"
 BOTTOM_MODULES = ("strawq.errors", "strawq.limits", "strawq.model", "strawq.version")
 # Groups in memory: what storage writes and users hold. The state machine never sees one.
-DATA_MODULES = ("strawq.alignment", "strawq.rows", "strawq.samples")
+DATA_MODULES = ("strawq.alignment", "strawq.json_values", "strawq.rows", "strawq.samples")
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     BOTTOM: frozenset({BOTTOM}),
     DATA: frozenset({BOTTOM, DATA}),
