@@ -69,14 +69,19 @@ class OnPool:
 
     def _wait_for(self, rollout_id: int, count: int, wait_s: float) -> list[list[Any]]:
         seen = said = time.monotonic()
+        ahead = BATCHES_AHEAD * count + self._slots
         while True:
-            filled = self._straw.fill(BATCHES_AHEAD * count + self._slots)
+            filled = self._straw.fill(ahead)
             if self.workers is not None:
                 self._on_loop(self.workers.look)
             try:
-                return self._collect(rollout_id, count)
+                batch = self._collect(rollout_id, count)
             except TryAgain as error:
                 missing = error
+            else:
+                # While this batch is trained on nobody else fills the queue, and the workers go on.
+                self._straw.fill(ahead)
+                return batch
             now = time.monotonic()
             if not filled and self._used_up():
                 log.warning("the data have ended before the batch of %d was complete", count)
