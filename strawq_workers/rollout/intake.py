@@ -12,13 +12,16 @@ from strawq.handles import Lease, Leases
 from strawq_workers.admission.refill import RolloutPlan, Source, Stage, Step
 from strawq_workers.worker.generation import finished
 from strawq_workers.worker.group import GroupRun
-from strawq_workers.worker.place import Place
+from strawq_workers.worker.place import Place, attempt_of
 
 STOPPED = "rollout"
 
 
 class PlanIntake:
-    """The worker's intake for one rollout. `last` is the plan's last word."""
+    """The worker's intake for one rollout. `last` is the plan's last word.
+
+    The plan knows attempts, not tasks: a group that was given back may be leased again before the run of its attempt
+    before has ended here."""
 
     def __init__(self, plan: RolloutPlan, place: Place) -> None:
         self.plan = plan
@@ -46,19 +49,19 @@ class PlanIntake:
             self.want(0)
 
     def leased(self, lease: Lease) -> None:
-        self.plan.fetched(lease.task, lease.stage)
+        self.plan.fetched(attempt_of(lease), lease.stage)
 
     def ended(self, run: GroupRun) -> None:
-        task, plan = run.lease.task, self.plan
+        task, attempt, plan = run.lease.task, run.attempt, self.plan
         if run.end == "accepted":
             if plan.missing:
-                plan.kept(task)
+                plan.kept(attempt)
             else:
-                plan.returned(task, "ready")
+                plan.returned(attempt, "ready")
         elif run.end == "dropped":
-            plan.dropped(task, self._drop_reason())
+            plan.dropped(attempt, self._drop_reason())
         else:
-            plan.returned(task, stage_of(run))
+            plan.returned(attempt, stage_of(run))
             if task in self._place.dead:
                 plan.fail(f"group {task}: {self._place.dead[task]}")
         self.want(0)

@@ -28,7 +28,7 @@ from strawq_workers.worker.failing import give_up
 from strawq_workers.worker.freshness import start_anew, verdict_on
 from strawq_workers.worker.generation import check_prefix, finished, generated_tokens, next_step, take_segment
 from strawq_workers.worker.judging import judged
-from strawq_workers.worker.place import Attempt, EngineGarbled, EngineRefused, Place, PrefixRefused, first_of
+from strawq_workers.worker.place import EngineGarbled, EngineRefused, Place, PrefixRefused, attempt_of, first_of
 from strawq_workers.worker.reporting import Standing, words
 from strawq_workers.worker.saving import save_as_it_grows
 
@@ -45,7 +45,7 @@ class GroupRun:
     def __init__(self, place: Place, lease: Lease) -> None:
         self.place = place
         self.lease = lease
-        self.attempt = str(Attempt(lease.branch, lease.task, lease.attempt))
+        self.attempt = attempt_of(lease)
         self.work: Work | None = None
         self.samples: dict[int, Sample] = {}
         self.stop = asyncio.Event()

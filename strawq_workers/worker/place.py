@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import msgspec
-
 from strawq.errors import BadInput, Misaligned, StrawqError
+from strawq.handles import Lease
 from strawq_workers.admission.reservations import Admission
 from strawq_workers.sglang.fleet import Fleet
 from strawq_workers.sglang.segment import Segment
@@ -148,12 +147,6 @@ async def first_of(*events: asyncio.Event, timeout: float | None = None) -> None
             task.cancel()
 
 
-class Attempt(msgspec.Struct, frozen=True):
-    """Identity of one lease in this worker's books."""
-
-    branch: str
-    task: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.branch}/{self.task}#{self.number}"
+def attempt_of(lease: Lease) -> str:
+    """The identity of a lease in this worker's books."""
+    return f"{lease.branch}/{lease.task}#{lease.attempt}"
