@@ -102,6 +102,14 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def own_log(path: Path) -> None:
+    """Give a forked child standard streams of its own: nothing to read, and errors that are kept."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o664)
+    null = os.open(os.devnull, os.O_RDWR)
+    for target, source in ((0, null), (1, null), (2, log)):
+        os.dup2(source, target)
+
+
 def elsewhere(session: str, role: str, lease_seconds: float) -> Session:
     """This process as a process of another host."""
     return msgspec.structs.replace(this_process(session, role, lease_seconds), host="elsewhere", boot="elsewhere")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from strawq.drill.life import ASKING_TO_END, Life, die_with, live
+from strawq.drill.life import ASKING_TO_END, Life, die_with, live, own_log
 from strawq.drill.points import CLEANERS, POINTS
 from strawq.drill.roles import ROLES
 from strawq.errors import TryAgain
@@ -204,10 +204,7 @@ def start_life(life: Life) -> int:
         os.close(tell)
         os.close(bound)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        log = os.open(life.path("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o664)
-        null = os.open(os.devnull, os.O_RDWR)
-        for target, source in ((0, null), (1, null), (2, log)):
-            os.dup2(source, target)
+        own_log(life.path("log"))
         code = live(life, ROLES[life.role])
     finally:
         os._exit(code)

@@ -65,6 +65,11 @@ def _age_order(candidate: Candidate) -> tuple[bool, int, int]:
     return (version is None, version or 0, candidate.order)
 
 
+def window_groups(max_staleness: int | None, policy: Policy, batch_groups: int) -> int | None:
+    """Most groups that may be ready, in a batch or in flight: `max_staleness` + 1 training batches. None: no bound."""
+    return None if max_staleness is None or policy == "drop" else (max_staleness + 1) * batch_groups
+
+
 class StalenessBudget:
     """Decisions of one policy. `select` changes nothing; `committed` counts what a committed selection dropped."""
 
@@ -103,9 +108,8 @@ class StalenessBudget:
 
     def admissible(self, unconsumed_groups: int) -> int | None:
         """Groups that may be admitted now, given those ready or in flight in the whole pool; None for no bound."""
-        if self.max_staleness is None or self.policy == "drop":
-            return None
-        return max(0, (self.max_staleness + 1) * self.batch_groups - unconsumed_groups)
+        window = window_groups(self.max_staleness, self.policy, self.batch_groups)
+        return None if window is None else max(0, window - unconsumed_groups)
 
     def judge(self, candidate: Candidate, served_version: int | None) -> Verdict:
         """Verdict on one group by itself: within the budget, to be dropped, or to be delivered late.

@@ -21,8 +21,7 @@ from strawq_workers.worker.share import window_of
 def begin_batch(source: MemorySource, options: WorkerOptions, count: int) -> None:
     """A batch of `count` groups is asked for. With a budget of 0 the one before must be trained, or nothing could be
     begun."""
-    bounded = window_of(options) is not None
-    source.window = (options.max_staleness + 1) * max(count, options.batch_groups) if bounded else 0
+    source.window = window_of(options, max(count, options.batch_groups)) or 0
     if options.max_staleness == 0:
         source.untrained = 0
 

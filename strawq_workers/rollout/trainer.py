@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 
 from strawq.errors import BadInput, EngineUnavailable, StrawqError
+from strawq_workers.durable import replace_file, sync_directory
 from strawq_workers.rollout import close_rollouts, generate_rollout, generate_rollout_fully_async
 from strawq_workers.rollout.debug_data import archive_path, load_groups, require_absent, save_groups
 from strawq_workers.rollout.in_background import InBackground
@@ -29,7 +29,7 @@ from strawq_workers.rollout.settings import batch_size, options_of, straw_source
 from strawq_workers.rollout.station import station_of
 from strawq_workers.rollout.updates import weight_update
 from strawq_workers.slime.arguments import rollout_function_path
-from strawq_workers.slime.commits import sync_directory
+from strawq_workers.slime.handed import flat
 
 log = logging.getLogger("strawq.rollout")
 
@@ -168,7 +168,7 @@ class ReferenceTrainer:
             station.stop_running()
         write_model(root, rollout_id, samples)
         self.data_source.save(rollout_id)
-        _write(root / TRACKER, str(rollout_id))
+        replace_file(root / TRACKER, str(rollout_id).encode())
         return True
 
     def _evaluate(self, rollout_id: int) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def trained_on(groups: list[list[Any]], *, started: float, **fields: Any) -> Tra
         tokens=sum(sample.response_length for sample in samples),
         tokens_masked=sum((sample.loss_mask or []).count(0) for sample in samples),
         reward_mean=sum(rewards) / len(rewards) if rewards else None,
-        prompts=tuple(flat(group)[0].group_index for group in groups),
+        prompts=tuple(next(flat(group)).group_index for group in groups),
         seconds=round(time.monotonic() - started, 3),
         **fields,
     )
@@ -267,18 +267,8 @@ def write_model(root: Path, rollout_id: int, samples: list[Any]) -> None:
     digest = hashlib.sha256(msgspec.json.encode([list(sample.tokens) for sample in samples])).hexdigest()
     directory = root / f"iter_{rollout_id:07d}"
     directory.mkdir(parents=True, exist_ok=True)
-    _write(directory / "reference.json", json.dumps({"rollout_id": rollout_id, "trained_on": digest}))
+    replace_file(directory / "reference.json", json.dumps({"rollout_id": rollout_id, "trained_on": digest}).encode())
     sync_directory(root)
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".part")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
 
 
 def set_engine_version(args: Any, data_source: Any, version: str, warn: Callable[[str], None]) -> None:
@@ -301,10 +291,3 @@ def set_engine_version(args: Any, data_source: Any, version: str, warn: Callable
                 raise StrawqError(f"{engine.url} does not take version {version}: status {status}")
 
     station.loop.call(tell)
-
-
-def flat(group: Any) -> list[Any]:
-    """The samples of a group, which may be nested lists."""
-    if not isinstance(group, list):
-        return [group]
-    return [sample for part in group for sample in flat(part)]

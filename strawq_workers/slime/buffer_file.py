@@ -6,7 +6,6 @@ named as slime names its own, with another ending, since slime's is a pickle.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -16,8 +15,8 @@ import msgspec
 from blake3 import blake3
 
 from strawq.errors import BadInput, Damaged, FormatUnsupported, StorageFailed
+from strawq_workers.durable import replace_file, sync_directory
 from strawq_workers.slime.columns import classes_of
-from strawq_workers.slime.commits import sync_directory
 from strawq_workers.slime.dataset import Cursor
 from strawq_workers.slime.sample import sample_class
 from strawq_workers.slime.tree import Tree, TreeReader
@@ -54,18 +53,11 @@ def write_saved(path: Path, saved: Saved, metadata: dict[str, Any], buffer: list
     tree = Tree(None, {found: name for name, found in classes_of(cast(Hashable, sample_class())).items()})
     nodes = [tree.encode(metadata, "metadata"), tree.encode(buffer, "buffer")]
     content = msgspec.msgpack.encode([saved, *nodes])
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(MARK + blake3(content).digest() + content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        for directory in (path.parent, path.parent.parent):  # it may have been made just now
-            sync_directory(directory)
+        replace_file(path, MARK + blake3(content).digest() + content)
+        sync_directory(path.parent.parent)  # the directory may have been made just now
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StorageFailed(f"{path} cannot be written: {error.strerror or error}") from error
 
 

@@ -31,6 +31,7 @@ from strawq_workers.slime.decoding import samples_of
 from strawq_workers.slime.exactness import json_exact, same, shrink_reward
 from strawq_workers.slime.payload import MAGIC, Body, Head, Template, listed_versions
 from strawq_workers.slime.policies import continues, spans_for, versions_listed
+from strawq_workers.slime.sample import word
 from strawq_workers.slime.tree import Tree, attributes
 
 PRIVATE = "_strawq_"
@@ -117,7 +118,7 @@ def _encode_sample(at: int, given: Any, template: Template, before: Sample | Non
     if values.get("index") != template.index(at):
         body.fields["index"] = tree.encode(values.get("index"), f"{what}.index")
     metadata = _metadata(values.get("metadata"), template, tree, what, body)
-    status = _word(values.get("status", "pending"))
+    status = word(values.get("status", "pending"))
     built = Sample(
         index=at,
         tokens=response,
@@ -174,10 +175,6 @@ def _own_prompt(tokens: list[int], count: int, prompt: Prompt, what: str, body: 
         return None
     ids = _ids(tokens, f"{what}.tokens")
     return None if prompt.tokens is not None and np.array_equal(prompt.tokens, ids) else ids
-
-
-def _word(status: Any) -> str:
-    return str(getattr(status, "value", status))
 
 
 def _text(response: Any, what: str, body: Body) -> str | None:

@@ -19,6 +19,7 @@ import msgspec
 from blake3 import blake3
 
 from strawq.errors import BadInput, Damaged, FormatUnsupported, StorageFailed
+from strawq_workers.durable import sync_directory
 from strawq_workers.slime.model_files import ModelFiles
 
 DIRECTORY = "strawq"
@@ -89,15 +90,6 @@ def require_absent(save: Path, branch: str, rollout_id: int) -> None:
     path = commit_path(save, branch, rollout_id)
     if path.exists():
         raise _taken(path)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in it durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class _Version(msgspec.Struct):

@@ -16,6 +16,7 @@ from strawq.errors import BadInput, Fenced
 from strawq.queue import Change, Work
 from strawq.samples import Group
 from strawq_workers.slime.codec import group_of
+from strawq_workers.slime.sample import word
 
 logger = logging.getLogger("strawq.slime")
 
@@ -138,21 +139,21 @@ def flat(samples: Iterable[Any]) -> Iterator[Any]:
             yield entry
 
 
-def word(sample: Any) -> str:
-    status = getattr(sample, "status", "pending")
-    return str(getattr(status, "value", status))
+def _status(sample: Any) -> str:
+    return word(getattr(sample, "status", "pending"))
 
 
 def is_finished(samples: Iterable[Any]) -> bool:
     """Whether every sample has ended and was scored."""
     found = list(flat(samples))
     return bool(found) and all(
-        word(sample) in ("completed", "truncated") and getattr(sample, "reward", None) is not None for sample in found
+        _status(sample) in ("completed", "truncated") and getattr(sample, "reward", None) is not None
+        for sample in found
     )
 
 
 def has_failed(samples: Iterable[Any]) -> bool:
-    return any(word(sample) == "failed" for sample in flat(samples))
+    return any(_status(sample) == "failed" for sample in flat(samples))
 
 
 def has_tokens(samples: Iterable[Any]) -> bool:

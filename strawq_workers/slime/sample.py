@@ -27,6 +27,11 @@ class Status(Enum):
     FAILED = "failed"
 
 
+def word(status: Any) -> str:
+    """A status as its word, of whichever enumeration it is."""
+    return str(getattr(status, "value", status))
+
+
 @dataclasses.dataclass
 class SpecInfo:
     """Counts of speculative decoding, summed over a sample's requests."""

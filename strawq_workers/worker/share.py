@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from strawq_workers.admission.reservations import Limits
 from strawq_workers.admission.slots import divide_slots, share_of, total_slots
+from strawq_workers.admission.staleness import window_groups
 from strawq_workers.worker.options import WorkerOptions
 
 
@@ -29,13 +30,11 @@ def limits_of(options: WorkerOptions, engines: int, peers: Sequence[str] = (), o
         groups=groups,
         group_size=options.samples,
         samples=options.max_concurrent_samples or None,
-        window_groups=window_of(options),
+        window_groups=window_of(options, options.batch_groups),
     )
 
 
-def window_of(options: WorkerOptions) -> int | None:
-    """Most groups of the pool that may be ready, in a batch or in flight: `max_staleness` + 1 training batches. None:
-    no bound."""
-    if options.max_staleness < 0 or options.staleness_policy == "drop":
-        return None
-    return (options.max_staleness + 1) * options.batch_groups
+def window_of(options: WorkerOptions, batch_groups: int) -> int | None:
+    """`window_groups` of these options and batches of so many groups."""
+    budget = None if options.max_staleness < 0 else options.max_staleness
+    return window_groups(budget, options.staleness_policy, batch_groups)

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from strawq.drill.life import die_with
+from strawq.drill.life import die_with, own_log
 from strawq.errors import BadInput, Fenced, OutcomeUnknown, TryAgain
 from strawq.handles import Batch, Leases
 from strawq.model import VersionSpan
@@ -278,13 +278,6 @@ def _time_commits(player: Player) -> None:
     player.pool.commit = timed  # type: ignore[method-assign]
 
 
-def _own_log(life: Life) -> None:
-    log = os.open(life.path("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o664)
-    null = os.open(os.devnull, os.O_RDWR)
-    for target, source in ((0, null), (1, null), (2, log)):
-        os.dup2(source, target)
-
-
 def start(life: Life) -> int:
     """A child that lives `life`: its process id. Forked, not started anew: imports would take longer than many a
     life."""
@@ -296,7 +289,7 @@ def start(life: Life) -> int:
     try:
         die_with(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _own_log(life)
+        own_log(life.path("log"))
         code = live(life)
     except BaseException:
         traceback.print_exc()
