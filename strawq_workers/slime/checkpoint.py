@@ -8,12 +8,13 @@ else on a new branch; parts that are missing or do not fit are errors that name 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from strawq.errors import BadInput
+from strawq.errors import BadInput, BranchMoved, Contended
 from strawq.limits import NAME_BYTES
 from strawq.model import UNVERSIONED, policy_number
 from strawq.pool import Pool
@@ -33,6 +34,7 @@ from strawq_workers.slime.model_files import ModelFiles, model_directory, read_m
 
 logger = logging.getLogger("strawq.slime")
 
+LOOKS_MAX = 8
 CONSUMER = "rollout-"
 """A batch of rollout n is taken under the consumer name `rollout-<n>`, so that it is found again by its number."""
 
@@ -49,8 +51,10 @@ class Restored(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """One look at the queue: groups trained so far, groups of each open batch by consumer, whether it was ever used."""
+    """One look at the queue: the active branch, groups trained so far on it, groups of each open batch by consumer,
+    whether it was ever used."""
 
+    branch: str
     trained: int
     open_batches: dict[str, int]
     used: bool
@@ -62,7 +66,9 @@ def read_standing(pool: Pool, queue_name: str) -> Standing:
         branch = machine.state.branch
         queue = branch.queues[queue_name]
         batches = {batch.consumer: len(batch.tasks) for batch in queue.batches.values()}
-        return Standing(queue.row.trained, batches, queue.row.submitted > 0, branch.meta.policy_version)
+        return Standing(
+            machine.state.active.row, queue.row.trained, batches, queue.row.submitted > 0, branch.meta.policy_version
+        )
 
     found: Standing = pool.log.refresh(view)
     return found
@@ -92,25 +98,18 @@ def save_pair(pool: Pool, queue_name: str, args: Any, rollout_id: int) -> Commit
     if not save:
         raise BadInput("a joint checkpoint needs --save, the directory of the model checkpoints")
     base = Path(save).expanduser().resolve()
-    branch = pool.branch()
-    require_absent(base, branch, rollout_id)
+    require_absent(base, pool.branch(), rollout_id)
     model, note = _bound_model(args, base, rollout_id)
-    name = checkpoint_name(branch, rollout_id)
-    standing = read_standing(pool, queue_name)
     bindings = {"model": model.blake3 if model is not None else "absent"}
     metadata = {"rollout_id": rollout_id, "model": note or (model.path if model is not None else "")}
-    if name in {point.name for point in pool.checkpoints()}:
-        # Without a commit nobody can have restored it: an earlier save died in between.
-        logger.warning("checkpoint %s of an unfinished save is taken anew", name)
-        sure(pool, lambda request: pool.drop_checkpoint(name, request_id=request))
-    seq = sure(pool, lambda request: pool.checkpoint(name, metadata, bindings, request_id=request))
+    name, seq, standing = _take_checkpoint(pool, queue_name, rollout_id, metadata, bindings)
     commit = Commit(
         rollout_id=rollout_id,
         run_id=pool.header.run_id,
         pool_id=pool.header.pool_id,
         pool=pool.path,
         queue=queue_name,
-        branch=branch,
+        branch=standing.branch,
         checkpoint=name,
         seq=seq,
         policy_version=standing.policy_version,
@@ -122,6 +121,40 @@ def save_pair(pool: Pool, queue_name: str, args: Any, rollout_id: int) -> Commit
     path = write_commit(base, commit)
     logger.info("rollout %d is committed: %s", rollout_id, path)
     return commit
+
+
+def _take_checkpoint(
+    pool: Pool, queue_name: str, rollout_id: int, metadata: dict[str, Any], bindings: dict[str, str]
+) -> tuple[str, int, Standing]:
+    """The checkpoint's name and position, and how the queue stood there: as it did just before and just after. `Fenced`
+    if the pool was rolled back meanwhile; then nothing is kept."""
+    before = read_standing(pool, queue_name)
+    for _ in range(LOOKS_MAX):
+        name = checkpoint_name(before.branch, rollout_id)
+        if name in {point.name for point in pool.checkpoints()}:
+            # Without a commit nobody can have restored it: an earlier save died in between.
+            logger.warning("checkpoint %s of an unfinished save is taken anew", name)
+            _drop(pool, name)
+        seq = sure(pool, partial(_checkpoint, pool, name, metadata, bindings))
+        after = read_standing(pool, queue_name)
+        if after == before:
+            return name, seq, after
+        _drop(pool, name)
+        if after.branch != before.branch:
+            raise BranchMoved(
+                f"branch {before.branch} was left for {after.branch} while rollout {rollout_id} was saved: it is not "
+                "committed; load the pair that the new branch goes on from"
+            )
+        before = after
+    raise Contended(f"the batches of {pool.path} are taken and finished all the time by others: save again")
+
+
+def _checkpoint(pool: Pool, name: str, metadata: dict[str, Any], bindings: dict[str, str], request: str) -> int:
+    return pool.checkpoint(name, metadata, bindings, request_id=request)
+
+
+def _drop(pool: Pool, checkpoint: str) -> None:
+    sure(pool, lambda request: pool.drop_checkpoint(checkpoint, request_id=request))
 
 
 def _bound_model(args: Any, base: Path, rollout_id: int) -> tuple[ModelFiles | None, str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from strawq.errors import BadInput, StrawqError
+from strawq.errors import BadInput, TryAgain
 from strawq.handles import Leases
 from strawq.model import QueueConfig
 from strawq.pool import Pool
@@ -163,7 +163,7 @@ class StrawDataSource:
             lambda request: queue.acquire(count, stages=("ready", "partial", "fresh"), request_id=request),
         )
         if answer.status not in ("acquired", "paused", "backpressured", "empty", "sealed"):
-            raise StrawqError(f"Queue cannot supply rollout inputs: {answer.status}")
+            raise TryAgain(f"Queue cannot supply rollout inputs: {answer.status} {answer.detail}".rstrip())
         return answer
 
     def _lift_bound(self) -> bool:

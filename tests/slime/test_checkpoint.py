@@ -14,7 +14,7 @@ import pytest
 from stand_in import Engine, flat, job_args, save_model
 
 from strawq import Pool
-from strawq.errors import BadInput, Fenced, FormatUnsupported, StorageFailed
+from strawq.errors import BadInput, BranchMoved, Fenced, FormatUnsupported, StorageFailed
 from strawq_workers.slime import StrawDataSource, group_of, samples_of
 from strawq_workers.slime.commits import Commit, read_commit
 from strawq_workers.slime.job_lock import JobLock
@@ -175,6 +175,45 @@ def test_a_save_that_died_behind_its_commit_is_finished_by_the_restart(
     assert job.start(0).mode == "same queue"
     assert (job.counts().trained, job.counts().in_batch) == (2, 0)
     assert job.start(0).mode == "same queue"
+
+
+def before_a_checkpoint(job: Job, monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """What happens once, in the moment before the pool takes its next checkpoint."""
+    take, due = job.pool.checkpoint, [happens]
+
+    def checkpoint(*words: Any, **named: Any) -> int:
+        while due:
+            due.pop()()
+        return take(*words, **named)
+
+    monkeypatch.setattr(job.pool, "checkpoint", checkpoint)
+
+
+def test_a_rollback_in_the_moment_of_a_save_commits_nothing_under_the_branch_that_was_left(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.start(-1)
+    job.train(0, save=True)
+    job.train(1)
+    before_a_checkpoint(job, monkeypatch, lambda: job.pool.rollback("rollout-0.main") and None)
+    save_model(job.source.args, 1)
+    with pytest.raises(BranchMoved, match="branch main was left for branch-2 while rollout 1 was saved"):
+        job.source.save(1)
+    assert not job.path(1).exists() and not job.path(1, "branch-2").exists()
+    assert "rollout-1.main" not in {point.name for point in job.pool.checkpoints()}
+
+
+def test_a_commit_counts_what_the_queue_had_at_its_checkpoint(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.start(-1)
+    job.work(2)
+    job.source.collect(0, 2, timeout=0)
+    before_a_checkpoint(job, monkeypatch, lambda: job.pool.publish_version("7") and None)
+    save_model(job.source.args, 0)
+    job.source.save(0)
+    commit = read_commit(job.path(0))
+    (point,) = [point for point in job.pool.checkpoints() if point.name == commit.checkpoint]
+    assert (commit.policy_version, commit.seq) == (point.policy_version, point.seq) == ("7", point.seq)
+    assert (commit.trained, commit.open_batches) == (0, {"rollout-0": 2})
 
 
 # -- going on ---------------------------------------------------------------------------------------------------------
