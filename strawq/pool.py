@@ -24,6 +24,7 @@ from strawq.core import commands as c
 from strawq.core import events as e
 from strawq.core.machine import Machine
 from strawq.core.names import quoted, require_name
+from strawq.core.state import highest_number
 from strawq.errors import BadInput, NotAPool
 from strawq.handles import Held
 from strawq.inspection import Inspection, inspect_state
@@ -184,8 +185,14 @@ class Pool:
         version: str = self.log.refresh(lambda machine: machine.state.branch.meta.policy_version)
         return version
 
+    def highest_version(self) -> int:
+        """The highest policy version with a number on this branch's line, also behind a word; `UNVERSIONED` if none."""
+        version: int = self.log.refresh(lambda machine: highest_number(machine.state.branch.meta))
+        return version
+
     def publish_version(self, version: str | int, *, request_id: str | None = None) -> None:
-        """Record that the engines serve `version` from now on. It never goes back, except by a rollback."""
+        """Record that the engines serve `version` from now on. A number must be above `highest_version()`, or it is
+        `BadInput`: a version goes back only by a rollback."""
         self.commit(c.PublishVersion(request=self.request(request_id), version=str(version)))
 
     def pause(self, reason: str = "", *, request_id: str | None = None) -> None:

@@ -11,9 +11,10 @@ import msgspec
 from strawq.core import events as e
 from strawq.core.apply_lifetime import APPLY_LIFETIME, Where, drop_pin
 from strawq.core.commands import ReportItem
-from strawq.core.state import Answered, Branch, Queue, QueueRow, State, task_order
+from strawq.core.state import Answered, Branch, Queue, QueueRow, State, highest_number, task_order
 from strawq.limits import REQUESTS_KEPT
 from strawq.model import (
+    UNVERSIONED,
     Batch,
     Pause,
     Producer,
@@ -21,6 +22,7 @@ from strawq.model import (
     StoredObject,
     Submission,
     Task,
+    policy_number,
 )
 
 replace = msgspec.structs.replace
@@ -241,7 +243,13 @@ def _tasks_dropped(state: State, event: e.TasksDropped, _seq: int, _where: Where
 
 
 def _version_published(state: State, event: e.VersionPublished, _seq: int, _where: Where) -> None:
-    state.branch.change(policy_version=event.version)
+    _serve(state.branch, event.version)
+
+
+def _serve(branch: Branch, version: str) -> None:
+    """What the log says holds, whichever number it is: entries of before the rule may have one that goes back."""
+    is_word = policy_number(version) == UNVERSIONED
+    branch.change(policy_version=version, highest_number=highest_number(branch.meta) if is_word else UNVERSIONED)
 
 
 def _paused(state: State, event: e.Paused, _seq: int, _where: Where) -> None:
@@ -256,7 +264,9 @@ def _pause_acknowledged(state: State, event: e.PauseAcknowledged, _seq: int, _wh
 
 
 def _resumed(state: State, event: e.Resumed, _seq: int, _where: Where) -> None:
-    state.branch.change(pause=None, policy_version=event.version or state.branch.meta.policy_version)
+    state.branch.change(pause=None)
+    if event.version:
+        _serve(state.branch, event.version)
 
 
 _APPLY: dict[type, Callable[[State, Any, int, Where], None]] = {

@@ -24,7 +24,7 @@ from strawq.core.names import (
     require_session,
 )
 from strawq.core.reports import decide_report
-from strawq.core.state import Queue, State, task_key
+from strawq.core.state import Queue, State, highest_number, task_key
 from strawq.errors import BadInput, Fenced, RequestConflict
 from strawq.limits import METADATA_BYTES, ROWS_PER_OBJECT
 from strawq.model import UNVERSIONED, Stage, policy_number
@@ -311,9 +311,13 @@ def _publish_version(state: State, command: c.PublishVersion) -> Answer:
 def _require_version(state: State, version: str) -> None:
     if not version or len(version) > 128 or not version.isprintable():
         raise BadInput("a policy version is 1 to 128 printable characters")
-    new, old = policy_number(version), policy_number(state.branch.meta.policy_version)
-    if UNVERSIONED not in (new, old) and new < old:
-        raise BadInput(f"policy version {version} is older than {old}; a version goes back only through a rollback")
+    meta = state.branch.meta
+    number, highest = policy_number(version), highest_number(meta)
+    if UNVERSIONED != number <= highest and version != meta.policy_version:
+        raise BadInput(
+            f"policy version {version} is not above {highest}, the highest published on this branch (now: "
+            f"{meta.policy_version}); a version goes back only through a rollback to a checkpoint"
+        )
 
 
 def _pause(state: State, command: c.PauseAdmission) -> Answer:

@@ -39,6 +39,10 @@ class BranchImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answered: list[Answered]
 
 
+class _MetaOfImage(msgspec.Struct, frozen=True):
+    meta: BranchMeta
+
+
 class StateImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meta: Meta
     active: str
@@ -54,6 +58,7 @@ class StateImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _encoder = msgspec.msgpack.Encoder()
 _state_decoder = msgspec.msgpack.Decoder(StateImage)
 _branch_decoder = msgspec.msgpack.Decoder(BranchImage)
+_meta_decoder = msgspec.msgpack.Decoder(_MetaOfImage)
 
 
 def freeze_branch(branch: Branch) -> bytes:
@@ -62,6 +67,11 @@ def freeze_branch(branch: Branch) -> bytes:
 
 def thaw_branch(image: bytes, journal: Journal) -> Branch:
     return _build_branch(_branch_decoder.decode(image), journal)
+
+
+def meta_of_image(image: bytes) -> BranchMeta:
+    """What goes with a frozen branch besides its queues, which are not decoded."""
+    return _meta_decoder.decode(image).meta
 
 
 def dump_state(state: State) -> bytes:

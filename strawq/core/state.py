@@ -35,6 +35,7 @@ from strawq.model import (
     StoredObject,
     Submission,
     Task,
+    policy_number,
 )
 
 Place = Literal["pending", "leased", "batch", "failed"]
@@ -220,12 +221,20 @@ class BranchMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     """What goes with the active branch besides its queues."""
 
     policy_version: str = ""
+    highest_number: int = UNVERSIONED
+    """Of the versions before `policy_version`, kept only while that one is a word: see `highest_number`."""
     pause: Pause | None = None
     answered_first: int = 0
     answered_next: int = 0
     answered_weight: int = 0
     forgotten_seq: int = 0
     """Sequence number of the newest answer that is no longer remembered."""
+
+
+def highest_number(meta: BranchMeta) -> int:
+    """The highest policy version with a number that was published on this branch or on the way to it; `UNVERSIONED`
+    if none was. A number is its own mark, so the state of pools that never had a word is what it always was."""
+    return max(meta.highest_number, policy_number(meta.policy_version))
 
 
 class Branch:

@@ -45,7 +45,7 @@ class BranchRows:
     tasks: dict[str, TaskRow] = field(default_factory=dict)
     batches: dict[str, BatchRow] = field(default_factory=dict)
     cursors: dict[str, str] = field(default_factory=dict)
-    version: int = 0
+    versions: list[str] = field(default_factory=list)
     paused: bool = False
 
 
@@ -141,6 +141,12 @@ class PlainModel:
             row.batch = ""
             if trained:
                 row.end = "dropped" if task in dropped else "trained"
+
+    def may_publish(self, version: str) -> bool:
+        """Words may always come; a number only if it is above every number before it, whatever stands between."""
+        versions = self.rows.versions
+        numbers = [int(old) for old in versions if old.isdigit()]
+        return versions[-1:] == [version] or not version.isdigit() or int(version) > max(numbers, default=-1)
 
     def checkpoint(self, name: str) -> None:
         self.checkpoints[name] = copy.deepcopy(self.rows)

@@ -15,7 +15,7 @@ import msgspec
 
 from strawq.errors import BadInput, TryAgain
 from strawq.handles import Leases
-from strawq.model import UNVERSIONED, policy_number
+from strawq.model import policy_number
 from strawq.pool import Pool
 from strawq_workers.admission.refill import RolloutPlan
 from strawq_workers.rollout.intake import STOPPED, PlanIntake
@@ -182,8 +182,7 @@ async def served_version(fleet: Fleet) -> str:
 
 def publish_served(pool: Pool, served: str) -> None:
     """Tell the pool what the engines serve, where nobody has: a trainer that updates engines may not know of it."""
-    now, known = policy_number(served), pool.policy_version()
-    if now != UNVERSIONED and now > (policy_number(known) if known else UNVERSIONED):
+    if policy_number(served) > pool.highest_version():
         pool.publish_version(served)
 
 

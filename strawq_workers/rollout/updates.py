@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from strawq.model import policy_number
+from strawq.model import UNVERSIONED, policy_number
 from strawq.pool import Pool
 from strawq_workers.rollout.in_background import InBackground
 from strawq_workers.rollout.on_pool import OnPool, pause_workers
@@ -46,9 +46,9 @@ def weight_update(data_source: Any, version: str | int, *, timeout_s: float = PA
         if isinstance(running, InBackground):
             running.resume(reached)
         elif isinstance(running, OnPool) and straw is not None and not by_hand:
-            straw.pool.resume(_onward(straw.pool.policy_version(), reached) or None)
+            straw.pool.resume(_onward(straw.pool, reached) or None)
         elif straw is not None:
-            _publish(straw.pool, _onward(straw.pool.policy_version(), reached))
+            _publish(straw.pool, _onward(straw.pool, reached))
 
 
 def _publish(pool: Pool, version: str) -> None:
@@ -69,6 +69,10 @@ def _paused_by_hand(pool: Pool) -> bool:
     return seen.paused is not None and seen.paused.session in live
 
 
-def _onward(known: str, reached: str) -> str:
-    """The version to publish; empty if the pool has it already or is beyond it."""
-    return reached if policy_number(reached) > policy_number(known) or known in ("", "default") else ""
+def _onward(pool: Pool, reached: str) -> str:
+    """The version to publish; empty if the pool has it already or is beyond it. A word says where it is only if no
+    number was published before."""
+    number, highest = policy_number(reached), pool.highest_version()
+    if number == highest == UNVERSIONED:
+        return reached if pool.policy_version() in ("", "default") else ""
+    return reached if number > highest else ""

@@ -1,8 +1,9 @@
 """The queue's checkpoint, taken and restored together with the model's.
 
 The rule: a pair counts when its `committed_<n>.json` is there, which is written last. A restore never mixes steps: the
-queue goes on from the pair that the model is of, on the same line if the model has seen all that was trained on it,
-else on a new branch; parts that are missing or do not fit are errors that name the file and the remedy.
+queue goes on from the pair that the model is of, on the same line if the model has seen all that was trained and
+published on it, else on a new branch; parts that are missing or do not fit are errors that name the file and the
+remedy.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from strawq.core.image import meta_of_image
+from strawq.core.state import highest_number
 from strawq.errors import BadInput, BranchMoved, Contended
 from strawq.limits import NAME_BYTES
-from strawq.model import UNVERSIONED, policy_number
+from strawq.model import Checkpoint
 from strawq.pool import Pool
 from strawq_workers.asking import sure
 from strawq_workers.slime.commits import Commit, commit_files, require_absent, write_commit
@@ -52,13 +55,14 @@ class Restored(msgspec.Struct, frozen=True):
 
 class Standing(msgspec.Struct, frozen=True):
     """One look at the queue: the active branch, groups trained so far on it, groups of each open batch by consumer,
-    whether it was ever used."""
+    whether it was ever used, its policy version and the highest one that has a number."""
 
     branch: str
     trained: int
     open_batches: dict[str, int]
     used: bool
     policy_version: str
+    highest_version: int
 
 
 def read_standing(pool: Pool, queue_name: str) -> Standing:
@@ -67,8 +71,9 @@ def read_standing(pool: Pool, queue_name: str) -> Standing:
         queue = branch.queues[queue_name]
         batches = {batch.consumer: len(batch.tasks) for batch in queue.batches.values()}
         return Standing(
-            machine.state.active.row, queue.row.trained, batches, queue.row.submitted > 0, branch.meta.policy_version
-        )
+            machine.state.active.row, queue.row.trained, batches, queue.row.submitted > 0, branch.meta.policy_version,
+            highest_number(branch.meta),
+        )  # fmt: skip
 
     found: Standing = pool.log.refresh(view)
     return found
@@ -252,19 +257,18 @@ def _without_pair(pool: Pool, queue_name: str, asked: int | None, skipped: list[
     collected is still there for the next one, and if some of it was trained, all of it begins anew."""
     standing = read_standing(pool, queue_name)
     began = -1 if asked is None else asked
-    if standing.trained and START in {point.name for point in pool.checkpoints()}:
-        logger.warning("%d groups were trained by a model that was never saved", standing.trained)
+    start = next((point for point in pool.checkpoints() if point.name == START), None)
+    if start is not None and (standing.trained or _is_ahead(start, began + 1, standing)):
+        logger.warning(
+            "a model that was never saved had trained %d groups and published policy versions up to %d",
+            standing.trained, standing.highest_version,
+        )  # fmt: skip
         return _begin_anew(pool, began, tuple(skipped))
-    _mark_start(pool, began)
-    _free_versions(pool, began, 0, standing)
+    if start is None:
+        # So that a model from scratch can have the queue again as it was before the first rollout.
+        sure(pool, lambda request: pool.checkpoint(START, {"rollout_id": began}, request_id=request))
     mode: Literal["new", "same queue"] = "same queue" if standing.used else "new"
     return Restored(mode, began, pool.branch(), "", tuple(skipped))
-
-
-def _mark_start(pool: Pool, began: int) -> None:
-    """Root the queue before its first rollout, so that a model from scratch can have it again."""
-    if START not in {point.name for point in pool.checkpoints()}:
-        sure(pool, lambda request: pool.checkpoint(START, {"rollout_id": began}, request_id=request))
 
 
 def _began_after(history: History) -> int:
@@ -275,11 +279,11 @@ def _began_after(history: History) -> int:
     return found if isinstance(found, int) else -1
 
 
-def _free_versions(pool: Pool, rollout_id: int, resumed: int, now: Standing) -> None:
-    """A model that was lost had published versions whose numbers the resumed one uses again: a version without a number
-    in between lets it. `resumed` is the highest number that the resumed one may begin with."""
-    if policy_number(now.policy_version) > resumed:
-        sure(pool, lambda request: pool.publish_version(f"resumed-after-{rollout_id}", request_id=request))
+def _is_ahead(point: Checkpoint, first: int, now: Standing) -> bool:
+    """Whether a model that was lost has published versions whose numbers the resumed one uses again: then the queue has
+    to go back with it, since versions go back only through a rollback. One further than the checkpoint's (at least
+    `first`) is the resumed one's own: its engines get it after it was saved."""
+    return now.highest_version > max(first, highest_number(meta_of_image(point.image))) + 1
 
 
 def _begin_anew(pool: Pool, began: int, skipped: tuple[str, ...] = ()) -> Restored:
@@ -310,11 +314,8 @@ def _restore(
     pool: Pool, queue_name: str, commit: Commit, history: History, found: list[Candidate], skipped: tuple[str, ...]
 ) -> Restored:
     now = read_standing(pool, queue_name)
-    if _is_tip(commit, history, found) and _has_seen_all(commit, now):
-        saved = policy_number(commit.policy_version)
-        if saved != UNVERSIONED:
-            # One further version is its own: its engines got it after it was saved.
-            _free_versions(pool, commit.rollout_id, saved + 1, now)
+    point = history.checkpoints[commit.checkpoint]
+    if _is_tip(commit, history, found) and _has_seen_all(commit, now) and not _is_ahead(point, 0, now):
         logger.info("going on after rollout %d with the queue as it is, on branch %s", commit.rollout_id, pool.branch())
         return Restored("same queue", commit.rollout_id, pool.branch(), commit.checkpoint, skipped)
     bindings = {"model": model_binding(commit)}

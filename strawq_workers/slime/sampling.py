@@ -252,8 +252,7 @@ class Sampling:
         """Tell the pool of the newest policy that made a delivered token, if nobody has."""
         versions = (str(version) for group in groups for sample in flat(group) for version in _versions(sample))
         newest = max((policy_number(version) for version in versions), default=UNVERSIONED)
-        known = self._pool.policy_version()
-        if newest > (policy_number(known) if known else UNVERSIONED):
+        if newest > self._pool.highest_version():
             sure(self._pool, lambda request: self._pool.publish_version(newest, request_id=request))
 
     # -- the end of a rollout -------------------------------------------------------------------------------------

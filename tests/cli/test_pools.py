@@ -186,7 +186,7 @@ def test_pause_resume_and_versions(run: Run, pool: Path) -> None:
     assert run("publish-version", pool, "4", "--json").data == {
         "policy_version": "4", "paused": None, "branch": "main",
     }  # fmt: skip
-    assert "is older than 4" in run("publish-version", pool, "2", code=2).err
+    assert "is not above 4" in run("publish-version", pool, "2", code=2).err
     assert run("resume", pool).out == "policy version 4, admission open (branch main)\n"
 
 

@@ -41,8 +41,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.seq = 0
         self.made = 0
         self.accepted: dict[str, dict[str, int]] = {"main": {}}
-        self.at_checkpoint: dict[str, tuple[bytes, dict[str, int]]] = {}
+        self.at_checkpoint: dict[str, tuple[bytes, dict[str, int], list[str]]] = {}
         self.answers: dict[str, tuple[c.AnyCommand, e.AnyEvent]] = {}
+        self.versions: dict[str, list[str]] = {"main": []}
 
     def ask(self, command: c.AnyCommand) -> e.AnyEvent | e.Refusal:
         """Decide, apply, and check that undoing would have brought the old state back byte for byte."""
@@ -183,6 +184,22 @@ class CoreMachine(RuleBasedStateMachine):
         else:
             self.ask(c.DropTasks(queue=QUEUE, tasks=tuple(failed), reason=f"because {which}"))
 
+    @rule(version=st.sampled_from(["1", "2", "3", "4", "03", "default", "x"]), resume=st.booleans())
+    def publish(self, version: str, resume: bool) -> None:
+        """Among the numbers that were published on the way to here, each is above all before it."""
+        line = self.versions[self.branch]
+        known = "" if not line else line[-1]
+        back = version.isdigit() and any(int(version) <= int(old) for old in line if old.isdigit())
+        command = c.Resume(version=version) if resume else c.PublishVersion(version=version)
+        if back and version != known:
+            with pytest.raises(BadInput, match="is not above"):
+                self.ask(command)
+            return
+        self.ask(command)
+        if version != known:
+            line.append(version)
+        assert self.state.branch.meta.policy_version == version
+
     @rule(name=st.sampled_from(["c1", "c2"]))
     def checkpoint(self, name: str) -> None:
         if name in self.state.checkpoints:
@@ -191,7 +208,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.ask(c.DropCheckpoint(name=name))
             return
         self.ask(c.TakeCheckpoint(name=name))
-        self.at_checkpoint[name] = (self.summary(), dict(self.accepted[self.branch]))
+        self.at_checkpoint[name] = (self.summary(), dict(self.accepted[self.branch]), self.versions[self.branch][:])
 
     @rule(name=st.sampled_from(["c1", "c2", "main", "branch-2"]))
     def roll_back(self, name: str) -> None:
@@ -203,11 +220,12 @@ class CoreMachine(RuleBasedStateMachine):
             return
         self.answers.clear()
         if name in self.at_checkpoint and branch_row is None:
-            summary, accepted = self.at_checkpoint[name]
+            summary, accepted, versions = self.at_checkpoint[name]
             assert self.summary() == summary, "exactly what the checkpoint held"
-            self.accepted[self.branch] = dict(accepted)
+            self.accepted[self.branch], self.versions[self.branch] = dict(accepted), versions[:]
         else:
             self.accepted[self.branch] = dict(self.accepted[name])
+            self.versions[self.branch] = self.versions[name][:]
         assert self.accepted[left] == tasks_left
 
     @rule(name=st.sampled_from(["main", "branch-2", "branch-3"]))

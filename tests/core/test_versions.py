@@ -1,9 +1,17 @@
-"""The version of a task is that of the oldest token it has now, not of one it ever had."""
+"""The version of a task is that of the oldest token it has now, not of one it ever had. The version of a branch goes
+up, whatever words lie between its numbers."""
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
+from strawq.core.image import dump_state, load_state
 from strawq.core.machine import Machine
-from strawq.model import VersionSpan
+from strawq.core.state import highest_number
+from strawq.errors import BadInput
+from strawq.model import UNVERSIONED, VersionSpan
+from strawq.pool import Pool
 from strawq.queue import Change, Queue
 from strawq.samples import Group, Prompt, Sample
 from strawq.testing.worlds import World
@@ -37,3 +45,54 @@ def _version(queue: Queue, task: str) -> int:
 
     version: int = queue.pool.log.refresh(look)
     return version
+
+
+def _highest(pool: Pool) -> int:
+    found: int = pool.log.refresh(lambda machine: highest_number(machine.state.branch.meta))
+    return found
+
+
+def test_a_version_goes_back_only_through_a_rollback() -> None:
+    world = World()
+    pool = world.process()
+    for version in ("3", "default", "7"):
+        pool.publish_version(version)
+    pool.checkpoint("seven")
+    for version in ("9", "x", "y"):
+        pool.publish_version(version)
+    pool.snapshot()
+    for other in (pool, world.process()):
+        assert (other.policy_version(), _highest(other)) == ("y", 9)
+        for version in ("0", "8", "9", "009"):
+            with pytest.raises(BadInput, match=r"is not above 9, the highest published on this branch \(now: y\)"):
+                other.publish_version(version)
+            with pytest.raises(BadInput, match="is not above 9"):
+                other.resume(version)
+    pool.rollback("seven")
+    assert (pool.policy_version(), _highest(pool)) == ("7", 7)
+    pool.publish_version("8")
+    pool.rollback("main")
+    assert (pool.policy_version(), _highest(pool)) == ("y", 9)
+    pool.publish_version("10")
+    pool.publish_version("10")
+
+
+def test_a_pause_ends_under_the_number_that_is_published() -> None:
+    pool = World().process()
+    pool.publish_version("9")
+    pool.pause()
+    pool.resume("9")
+    assert pool.inspect().paused is None and pool.policy_version() == "9"
+
+
+@pytest.mark.parametrize(("version", "highest"), [("9", 9), ("default", UNVERSIONED)])
+def test_a_state_from_before_the_mark_has_its_current_number_for_one(version: str, highest: int) -> None:
+    """Numbers are written as they always were, and a word alone says nothing of what came before it."""
+    pool = World().process()
+    for each in ("4", version):
+        pool.publish_version(each)
+    image = msgspec.msgpack.decode(pool.log.refresh(lambda machine: dump_state(machine.state)))
+    assert ("highest_number" in image["branch"]["meta"]) == (highest == UNVERSIONED)
+    image["branch"]["meta"].pop("highest_number", None)
+    old = load_state(msgspec.msgpack.encode(image), 3)
+    assert (old.branch.meta.policy_version, highest_number(old.branch.meta)) == (version, highest)

@@ -238,14 +238,19 @@ class FaceMachine(RuleBasedStateMachine):
 
     # The policy, and lifetime.
 
-    @rule(who=hosts, pause=st.booleans())
-    def pause(self, who: int, pause: bool) -> None:
+    @rule(who=hosts, pause=st.booleans(), version=st.sampled_from(["1", "2", "3", "5", "8", "default"]))
+    def pause(self, who: int, pause: bool, version: str) -> None:
         pool = self.hosts[who].pool
         if pause:
             pool.pause("weights")
+        elif self.model.may_publish(version):
+            pool.resume(version)
+            self.model.rows.versions.append(version)
         else:
-            pool.resume(self.model.rows.version + 1)
-            self.model.rows.version += 1
+            with pytest.raises(BadInput, match="is not above"):
+                pool.resume(version)
+            reached["version refused"] += 1
+            pool.resume()
         self.model.rows.paused = pause
 
     @rule(who=hosts, pick=picks, act=st.sampled_from(["checkpoint", "checkpoint", "roll back", "drop branch"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.core import test_request_ids as requests
+from tests.core import test_versions as versions
 from tests.crash import test_lost_replies as lost
 from tests.crash.operations import OPERATIONS
 from tests.lifetime import test_merging as merging
@@ -70,6 +71,7 @@ CAUGHT_BY: dict[str, Check] = {
     "receipts forgotten": checks.a_late_completion_is_told_that_it_had_counted,
     "batch redelivery without a new number": SLICE,
     "pause not looked at": SLICE,
+    "a word opens the way back": given(versions.test_a_version_goes_back_only_through_a_rollback),
     "a seal is not looked at": SLICE,
     "a batch may be smaller at any time": SLICE,
     "archives hold nothing": SLICE,

@@ -143,6 +143,8 @@ MUTANTS = (
         ("strawq.core.decide:_take_batch", "attempt=batch.attempt + 1", "attempt=batch.attempt")),
     _mutant("pause not looked at", "work is admitted during a weight update",
         ("strawq.core.decide:_acquire", "state.branch.meta.pause is not None", "False")),
+    _mutant("a word opens the way back", "a policy version goes back without a rollback",
+        ("strawq.core.apply:_serve", "highest_number(branch.meta) if is_word else UNVERSIONED", "UNVERSIONED")),
     _mutant("a seal is not looked at", "prompts enter a queue that was said to be complete",
         ("strawq.core.decide:_submit", "queue.row.sealed", "False")),
     _mutant("a batch may be smaller at any time", "a trainer steps on less than it asked for",

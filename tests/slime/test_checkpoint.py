@@ -255,25 +255,57 @@ def test_a_resume_rolls_back_what_the_model_has_not_seen(job: Job) -> None:
 
 
 def test_a_resumed_trainer_may_use_the_version_numbers_of_a_lost_model(job: Job) -> None:
+    """Its numbers go back, so the queue does: by a rollback that stands in the log. One version more is its own."""
     job.start(-1)
     job.train(0, save=True)
     job.work(2)
     batch = job.train(1)
-    job.pool.publish_version("3")
     restored = job.start(0)
-    assert (restored.mode, job.pool.policy_version()) == ("same queue", "resumed-after-0")
+    assert (restored.mode, job.pool.policy_version()) == ("same queue", "2")
+    assert job.train(1) == batch
+    job.pool.publish_version("engine-b")
+    assert job.start(0).mode == "same queue", "a word is no number"
+    job.pool.publish_version("3")
+    job.pool.publish_version("engine-c")
+    restored = job.start(0)
+    assert (restored.mode, restored.branch, job.pool.policy_version()) == ("rolled back", "branch-2", "1")
+    assert job.counts().trained == 2
     job.pool.publish_version("2")
-    assert [group[0].group_index for group in job.source.collect(1, 2, timeout=0)] == batch
+    assert job.train(1) == batch
+
+
+def test_a_resume_from_a_pair_behind_a_word_goes_by_the_numbers_before_it(job: Job) -> None:
+    job.start(-1)
+    for version in ("8", "engine-b"):
+        job.pool.publish_version(version)
+    job.source.collect(0, len(job.work(2)), timeout=0)
+    save_model(job.source.args, 0)
+    job.source.save(0)
+    assert job.start(0).mode == "same queue"
+    job.pool.publish_version("9")
+    assert job.start(0).mode == "same queue"
+    job.pool.publish_version("10")
+    assert (job.start(0).mode, job.pool.policy_version()) == ("rolled back", "engine-b")
+    with pytest.raises(BadInput, match="is not above 8"):
+        job.pool.publish_version("8")
+
+
+def test_a_model_that_was_lost_before_its_first_commit_keeps_its_batch_if_it_had_not_trained(job: Job) -> None:
+    job.start(-1)
+    batch = job.train(0)
+    restored = job.start(-1)
+    assert (restored.mode, job.pool.policy_version()) == ("same queue", "1")
+    assert job.train(0) == batch
 
 
 def test_a_model_that_was_lost_before_its_first_commit_begins_anew_if_it_had_trained(job: Job) -> None:
     job.start(-1)
     batches = [job.train(rollout_id) for rollout_id in range(2)]
     restored = job.start(-1)
-    assert (restored.mode, job.pool.policy_version()) == ("same queue", "resumed-after--1")
+    assert (restored.mode, job.pool.policy_version()) == ("rolled back", ""), "it had published version 2"
     assert [job.train(rollout_id) for rollout_id in range(3)][:2] == batches  # the third finishes the first
     restored = job.start(-1)
-    assert (restored.mode, restored.branch) == ("rolled back", "branch-2")
+    assert (restored.mode, restored.branch) == ("rolled back", "branch-3")
     assert (job.counts().trained, job.pool.policy_version()) == (0, "")
     assert job.train(0) == batches[0]
 

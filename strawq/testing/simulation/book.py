@@ -50,6 +50,7 @@ class Line:
     producers: dict[str, str] = field(default_factory=dict)
     paused: bool = False
     sealed: bool = False
+    versions: tuple[int, ...] = ()
 
 
 @dataclass
@@ -217,6 +218,12 @@ class Book:
                 note.ended = "dropped"
             elif item.outcome == "fail":
                 note.failed = item.task in event.dead
+
+    def _versionpublished(self, event: e.VersionPublished, _: Any) -> None:
+        if event.version.isdigit():
+            number, before = int(event.version), self.line.versions
+            require(all(number > old for old in before), f"version {number} was published on a line that had {before}")
+            self.line.versions = (*before, number)
 
     def _sealed(self, event: e.Sealed, _: Any) -> None:
         self.line.sealed = event.sealed

@@ -84,8 +84,10 @@ class Operator(Actor):
         self.ask(self.process.pool.acknowledge_pause, bad_input=True)
 
     def publish_version(self) -> None:
+        """Numbers and words in turn: a word does not open the way back."""
         self.version += 1
-        self.do(lambda request: self.process.pool.publish_version(self.version, request_id=request))
+        version = self.version // 2 if self.version % 4 else f"word-{self.version}"
+        self.do(lambda request: self.process.pool.publish_version(version, request_id=request))
 
     def snapshot(self) -> None:
         self.ask(self.process.pool.snapshot)
