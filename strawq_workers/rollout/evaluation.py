@@ -105,7 +105,7 @@ def datasets(args: Any) -> list[tuple[str, Any]]:
         for key in ("input_key", "label_key", "metadata_key", "tool_key"):
             if getattr(args, f"eval_{key}", None):
                 setattr(own, key, getattr(args, f"eval_{key}"))
-        found.append((name, PromptDataset(own)))
+        found.append((name, PromptDataset(own, "--eval-prompt-data")))
     return found
 
 

@@ -22,8 +22,10 @@ from strawq_workers.slime import build_data_source
 from strawq_workers.slime.arguments import (
     add_rollout_arguments,
     rollout_function_path,
+    uses_straw,
     validate_rollout_arguments,
 )
+from strawq_workers.slime.places import require_places
 
 SYNC, PARTIAL, FULLY_ASYNC = "sync", "partial", "fully-async"
 ENGINE_START_S = 60.0
@@ -62,6 +64,7 @@ def read_flags(flags: Sequence[str], mode: str) -> tuple[Any, str]:
         if args.over_sampling_batch_size is None and args.rollout_batch_size:
             args.over_sampling_batch_size = 2 * args.rollout_batch_size
     validate_rollout_arguments(args)
+    require_places(args, pool=uses_straw(args))
     if args.debug_train_only and not args.load_debug_rollout_data:
         raise BadInput("--debug-train-only generates nothing: say what to train on with --load-debug-rollout-data")
     for path in filter(None, (args.save_debug_rollout_data, args.load_debug_rollout_data)):

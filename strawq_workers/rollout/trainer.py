@@ -9,18 +9,19 @@ nothing is saved.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import importlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from strawq.errors import BadInput, EngineUnavailable, StrawqError
+from strawq.errors import BadInput, EngineUnavailable, StorageFailed
 from strawq_workers.durable import replace_file, sync_directory
 from strawq_workers.rollout import close_rollouts, generate_rollout, generate_rollout_fully_async
 from strawq_workers.rollout.debug_data import archive_path, load_groups, require_absent, save_groups
@@ -29,11 +30,13 @@ from strawq_workers.rollout.settings import batch_size, options_of, straw_source
 from strawq_workers.rollout.station import station_of
 from strawq_workers.rollout.updates import weight_update
 from strawq_workers.slime.arguments import rollout_function_path
+from strawq_workers.slime.buffer_file import in_words
 from strawq_workers.slime.handed import flat
+from strawq_workers.slime.lineage import TRACKER, read_tracker
+from strawq_workers.slime.places import expanded
 
 log = logging.getLogger("strawq.rollout")
 
-TRACKER = "latest_checkpointed_iteration.txt"
 RolloutFunction = Callable[..., Any]
 
 
@@ -89,6 +92,7 @@ class ReferenceTrainer:
         total = num_rollout(self.args, len(self.data_source))
         try:
             first, resumed = self._load()
+            self._spare(first, resumed)
             self._publish(first)
             done: list[Trained] = []
             for rollout_id in range(first, total):
@@ -119,12 +123,35 @@ class ReferenceTrainer:
         if straw_source(self.data_source) is not None:
             restored = self.data_source.load(known)
             return int(restored.rollout_id) + 1, str(restored.mode)
+        if step is not None:
+            require_step(self.args, int(step))
         if known is None:
             known = newest_model(self.args)
-        if known is None or known < 0:
-            return 0, "new"
-        self.data_source.load(known)
-        return known + 1, "loaded"
+        known = -1 if known is None else known
+        # A data source of the user's own may not say whether it found anything.
+        found = self.data_source.load(known) if known >= 0 or getattr(self.args, "load", None) else False
+        return known + 1, "new" if found is False else "loaded"
+
+    def _spare(self, first: int, resumed: str) -> None:
+        """Nothing that was paid for is overwritten unless the run goes on from where it lies."""
+        save = getattr(self.args, "save", None)
+        if not (save and getattr(self.args, "save_interval", None) and self._trains):
+            return
+        base = expanded(save)
+        later = [step for step in saved_steps(base) if step >= first]
+        if not later:
+            return
+        steps = in_words(later)
+        load = getattr(self.args, "load", None)
+        straw = straw_source(self.data_source) is not None
+        if resumed != "new" if straw else load and expanded(load).resolve() == base.resolve():
+            log.warning("checkpoints %s of %s are not gone on from: this run writes them again", steps, base)
+            return
+        remedy = "" if straw else f"go on from them with --load {save}, or "
+        raise BadInput(
+            f"--save {save} holds checkpoints {steps} already, which this run would overwrite: {remedy}choose another "
+            "--save"
+        )
 
     def _rollout(self, rollout_id: int) -> Trained | None:
         started = time.monotonic()
@@ -161,14 +188,16 @@ class ReferenceTrainer:
         base = getattr(self.args, "save", None)
         if not base or not self._trains:
             return False
-        root = Path(base).expanduser()
+        root = expanded(base)
         station = station_of(self.data_source)
         if isinstance(station.running, InBackground):
             # What is in its hands is in no state of an in-memory data source: it goes back first.
             station.stop_running()
-        write_model(root, rollout_id, samples)
+        with _written(root):
+            write_model(root, rollout_id, samples)
         self.data_source.save(rollout_id)
-        replace_file(root / TRACKER, str(rollout_id).encode())
+        with _written(root):
+            replace_file(root / TRACKER, str(rollout_id).encode())
         return True
 
     def _evaluate(self, rollout_id: int) -> dict[str, Any]:
@@ -252,14 +281,31 @@ def num_rollout(args: Any, prompts: int) -> int:
 def newest_model(args: Any) -> int | None:
     """The rollout that the tracker file of --load names; None if there is none."""
     base = getattr(args, "load", None)
+    return read_tracker([expanded(base)]) if base else None
+
+
+def saved_steps(base: Path) -> list[int]:
+    """Rollouts after which a model was saved there, in order."""
+    names = (path.name for path in base.glob("iter_*"))
+    return sorted(int(name[5:]) for name in names if name[5:].isascii() and name[5:].isdigit())
+
+
+def require_step(args: Any, step: int) -> None:
+    """`BadInput` if no model of that step was saved in --load."""
+    base = getattr(args, "load", None)
     if not base:
-        return None
+        raise BadInput(f"--ckpt-step {step} needs --load, the directory of the checkpoints")
+    steps = saved_steps(expanded(base))
+    if step not in steps:
+        raise BadInput(f"--ckpt-step {step}: {base} has no checkpoint of that step (there are: {in_words(steps)})")
+
+
+@contextlib.contextmanager
+def _written(root: Path) -> Iterator[None]:
     try:
-        return int((Path(base).expanduser() / TRACKER).read_text(encoding="utf-8").strip())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--load {base}: {TRACKER} cannot be read: {error}") from error
+        yield
+    except OSError as error:
+        raise StorageFailed(f"--save {root} cannot be written: {error.strerror or error}") from error
 
 
 def write_model(root: Path, rollout_id: int, samples: list[Any]) -> None:
@@ -288,6 +334,6 @@ def set_engine_version(args: Any, data_source: Any, version: str, warn: Callable
             elif status >= 500:
                 raise EngineUnavailable(f"POST {engine.url}/update_weight_version: status {status}")
             elif status >= 400:
-                raise StrawqError(f"{engine.url} does not take version {version}: status {status}")
+                raise BadInput(f"{engine.url} does not take version {version}: status {status}; is it an engine?")
 
     station.loop.call(tell)

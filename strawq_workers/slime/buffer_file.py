@@ -42,9 +42,15 @@ def saved_path(directory: Path, rollout_id: int) -> Path:
 
 
 def saved_rollouts(directory: Path) -> list[int]:
-    """Rollouts after which a state was saved."""
+    """Rollouts after which a state was saved, in order."""
     names = (path.name for path in (directory / "rollout").glob("*.msgpack"))
-    return [int(match[1]) for name in names if (match := _NUMBER.match(name))]
+    return sorted(int(match[1]) for name in names if (match := _NUMBER.match(name)))
+
+
+def in_words(rollouts: list[int]) -> str:
+    """Their numbers, the first and the last of many."""
+    few = rollouts if len(rollouts) <= 12 else [*rollouts[:6], "…", *rollouts[-5:]]
+    return ", ".join(map(str, few)) or "none"
 
 
 def write_saved(path: Path, saved: Saved, metadata: dict[str, Any], buffer: list[list[Any]]) -> None:

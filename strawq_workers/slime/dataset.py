@@ -61,7 +61,8 @@ class PromptDataset:
 
     Raises `BadInput` that names the file, row and field."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Any, option: str = "--prompt-data") -> None:
+        self._option = option
         self.group_size = int(getattr(args, "n_samples_per_prompt", None) or 1)
         self.seed = int(getattr(args, "rollout_seed", 42))
         self.shuffle = bool(getattr(args, "rollout_shuffle", False))
@@ -108,7 +109,7 @@ class PromptDataset:
         if count < 0:
             raise BadInput(f"num_samples must be nonnegative, not {count}")
         if self.path is not None and count and not self._rows:
-            raise DatasetError(f"empty dataset: {self.path} has no rows")
+            raise DatasetError(f"empty dataset: {self.path} has no rows; check {self._option}")
         kind = sample_class()
         samples = []
         epoch, offset = cursor.epoch_id, cursor.sample_offset
@@ -164,7 +165,9 @@ class PromptDataset:
         except BadInput:
             raise
         except Exception as error:  # stores behind fsspec raise errors of their own kinds
-            raise BadInput(f"{url} cannot be read: {str(error) or type(error).__name__}; check prompt_data") from error
+            raise BadInput(
+                f"{url} cannot be read: {str(error) or type(error).__name__}; check {self._option}"
+            ) from error
         self.sha256 = digest.hexdigest()
         for number, row in numbered[rows]:
             sample = self._sample_of(row, f"{url}: row {number}", sample_class())

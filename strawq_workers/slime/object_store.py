@@ -23,8 +23,9 @@ import msgspec
 from strawq.errors import BadInput
 from strawq.model import UNVERSIONED, policy_number
 from strawq_workers.slime.arguments import validate_rollout_arguments, value_of
-from strawq_workers.slime.buffer_file import Saved, read_saved, saved_path, saved_rollouts, write_saved
+from strawq_workers.slime.buffer_file import Saved, in_words, read_saved, saved_path, saved_rollouts, write_saved
 from strawq_workers.slime.dataset import Cursor, PromptDataset
+from strawq_workers.slime.places import expanded, require_places
 from strawq_workers.worker.hooks import load_hook
 
 log = logging.getLogger("strawq.slime")
@@ -39,6 +40,7 @@ class ObjectStoreDataSource:
     def __init__(self, args: Any) -> None:
         """Raises `BadInput` for flags or data that cannot be obeyed."""
         validate_rollout_arguments(args)
+        require_places(args, pool=False)
         self.args = args
         self.dataset = PromptDataset(args)
         self.buffer: Samples = []
@@ -198,34 +200,31 @@ class ObjectStoreDataSource:
                 cursor=msgspec.structs.replace(self._cursor, metadata={}),
                 identity=self.dataset.identity(),
             )
-            write_saved(saved_path(Path(directory), rollout_id), saved, self._cursor.metadata, self.buffer)
+            write_saved(saved_path(expanded(directory), rollout_id), saved, self._cursor.metadata, self.buffer)
 
-    def load(self, rollout_id: int | None = None) -> None:
-        """Go on from the state that was saved after `rollout_id` in `--load`; None: after the newest. Where there is
-        none, the dataset starts from its beginning, which is said in the log, as slime does.
+    def load(self, rollout_id: int | None = None) -> bool:
+        """Go on from the state that was saved after `rollout_id` in `--load`; None: after the newest. Returns whether
+        there was one. Where none was ever saved, and for a model from scratch (-1), the dataset starts from its
+        beginning, which is said in the log, as slime does.
 
-        `BadInput` for a state of another dataset or other flags, with what differs; `Damaged` for bytes that were
-        changed."""
+        `BadInput` if there are states, but not of that rollout, and for a state of another dataset or other flags, with
+        what differs; `Damaged` for bytes that were changed."""
         directory = getattr(self.args, "load", None)
         if not directory:
-            return
+            return False
+        base = expanded(directory)
+        there = saved_rollouts(base)
         if rollout_id is None:
-            rollout_id = max(saved_rollouts(Path(directory)), default=-1)
-        if rollout_id < 0:
-            return
-        path = saved_path(Path(directory), rollout_id)
-        if not path.exists():
-            foreign = path.with_suffix(".pt")
-            if foreign.exists():
-                raise BadInput(
-                    f"{foreign} was written by slime's own data source, as a pickle, which strawq does not read: start "
-                    "from the beginning with another --load, or go on with slime's data source"
-                )
-            log.warning("%s is not there: the dataset starts from its beginning", path)
-            return
+            rollout_id = there[-1] if there else -1
+        path = saved_path(base, rollout_id)
+        if rollout_id < 0 or rollout_id not in there:
+            _require_none(path, rollout_id, there)
+            log.warning("%s: the dataset starts from its beginning", _why(base, there))
+            return False
         saved, metadata, buffer = read_saved(path)
         self._require_same(path, saved)
         self.load_state_dict({**msgspec.to_builtins(saved.cursor), "metadata": metadata, "buffer": buffer})
+        return True
 
     def _require_same(self, path: Path, saved: Saved) -> None:
         now = self.dataset.identity()
@@ -245,6 +244,27 @@ class ObjectStoreDataSource:
     def _require_open(self) -> None:
         if self._closed:
             raise BadInput("the data source is closed")
+
+
+def _require_none(path: Path, rollout_id: int, there: list[int]) -> None:
+    """`BadInput` if a job that goes on after this rollout would skip what it should have."""
+    foreign = path.with_suffix(".pt")
+    if foreign.exists():
+        raise BadInput(
+            f"{foreign} was written by slime's own data source, as a pickle, which strawq does not read: start "
+            "from the beginning with another --load, or go on with slime's data source"
+        )
+    if rollout_id >= 0 and there:
+        raise BadInput(
+            f"{path} is not there: {path.parent} has the states after rollouts {in_words(there)}; choose "
+            "one of them with --ckpt-step, or another --load"
+        )
+
+
+def _why(base: Path, there: list[int]) -> str:
+    if not there:
+        return f"no state of a data source was saved in {base}"
+    return f"the model is not one that was saved in {base}, though states after {len(there)} rollouts are there"
 
 
 def pop_first(args: Any, rollout_id: Any, buffer: Samples, num_samples: int) -> Samples:

@@ -35,6 +35,7 @@ from strawq_workers.slime.dataset import PromptDataset
 from strawq_workers.slime.feeding import Feeding
 from strawq_workers.slime.handed import BATCH, flat
 from strawq_workers.slime.job_lock import JobLock
+from strawq_workers.slime.places import require_places
 from strawq_workers.slime.sampling import Sampling
 from strawq_workers.slime.storage_check import QUEUE, ROLE, io_concurrency, open_job_pool
 
@@ -61,6 +62,7 @@ class StrawDataSource:
             )
         if uses_our_rollout(args):
             validate_rollout_arguments(args)
+        require_places(args, pool=True)
         self.args = args
         self.queue_name = QUEUE
         self.restored: Restored | None = None

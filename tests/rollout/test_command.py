@@ -131,6 +131,45 @@ def test_a_run_goes_on_from_its_checkpoint_and_back_to_an_earlier_one(rollout, e
     assert engine.running() == 0
 
 
+def test_checkpoints_that_a_run_does_not_go_on_from_are_not_overwritten(rollout, engine, tmp_path):
+    save = tmp_path / "save"
+    flags = ["--engine", engine.url, "--save-interval", 1, "--save", save]
+    rollout(*flags)
+    kept = {path: path.read_bytes() for path in save.rglob("*") if path.is_file()}
+    pool = ["--rollout-data-transport", "straw", "--rollout-data-dir", tmp_path / "pool"]
+    for words in ([], ["--start-rollout-id", 1], ["--load", tmp_path / "other"], pool):
+        told = rollout(*flags, *words, code=2)
+        assert f"--save {save} holds checkpoints" in told["error"]["message"]
+        assert "which this run would overwrite" in told["error"]["message"]
+    assert kept == {path: path.read_bytes() for path in kept}
+    assert rollout(*flags, "--load", save, "--ckpt-step", 0)["start_rollout_id"] == 1  # it says where it goes on
+
+
+def test_a_step_that_was_not_saved_is_named_with_those_that_were(rollout, engine, tmp_path):
+    save = tmp_path / "save"
+    flags = ["--engine", engine.url, "--load", save]
+    assert rollout(*flags)["resumed"] == "new"
+    again = rollout(*flags, "--start-rollout-id", 1)
+    assert (again["start_rollout_id"], again["resumed"]) == (1, "new")
+    told = rollout(*flags, "--ckpt-step", 7, code=2)
+    assert "--ckpt-step 7" in told["error"]["message"] and "(there are: none)" in told["error"]["message"]
+    rollout("--engine", engine.url, "--save", save, "--save-interval", 1)
+    told = rollout(*flags, "--ckpt-step", 7, code=2)
+    assert "(there are: 0, 1, 2)" in told["error"]["message"]
+    told = rollout(*flags, "--start-rollout-id", 8, "--num-rollout", 9, code=2)
+    assert "has the states after rollouts 0, 1, 2" in told["error"]["message"]
+    assert "--ckpt-step" in rollout("--engine", engine.url, "--ckpt-step", 1, code=2)["error"]["message"]
+
+
+def test_a_directory_that_cannot_be_written_any_more_is_the_storages_fault(rollout, engine, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("strawq_workers.rollout.trainer.replace_file", full)
+    told = rollout("--engine", engine.url, "--save", tmp_path / "save", "--save-interval", 1, code=6)
+    assert f"--save {tmp_path / 'save'} cannot be written: No space left" in told["error"]["message"]
+
+
 def test_evaluations_are_told_with_their_rollout(rollout, engine, prompts, tmp_path):
     told = rollout(
         "--rollout-data-transport", "straw", "--rollout-data-dir", tmp_path / "pool", "--engine", engine.url,

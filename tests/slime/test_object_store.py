@@ -141,7 +141,7 @@ def test_what_was_saved_comes_back_with_cursor_metadata_and_buffer(tmp_path: Pat
     source.save(3)
     wanted = source.get_samples(6)
     again = ObjectStoreDataSource(args_in(tmp_path))
-    again.load(3)
+    assert again.load(3)
     assert again.get_metadata() == {"seen": {"a": (1, 2)}}
     found = again.get_samples(6)
     assert prompts_of(found) == prompts_of(wanted)
@@ -179,10 +179,15 @@ def test_damage_and_slimes_pickles_are_named_and_absence_is_a_beginning(tmp_path
     path.with_name("global_dataset_state_dict_1.pt").write_bytes(b"")
     with pytest.raises(BadInput, match="as a pickle"):
         source.load(1)
-    source.load(2)
-    assert "starts from its beginning" in caplog.text
-    source.load(-1)
-    ObjectStoreDataSource(args_in(tmp_path, load=None)).load(5)
+    with pytest.raises(BadInput, match=r"_2.msgpack is not there: .* has the states after rollouts 0; choose one"):
+        source.load(2)
+    assert not source.load(-1) and "though states after 1 rollouts are there" in caplog.text
+    caplog.clear()
+    for rollout_id in (None, -1, 5):
+        assert not ObjectStoreDataSource(args_in(tmp_path, load=str(tmp_path / "new"))).load(rollout_id)
+        assert f"saved in {tmp_path / 'new'}: the dataset starts from its beginning" in caplog.text
+        caplog.clear()
+    assert not ObjectStoreDataSource(args_in(tmp_path, load=None)).load(5) and not caplog.text
     with pytest.raises(BadInput, match="saving needs --save"):
         ObjectStoreDataSource(args_in(tmp_path, save=None)).save(0)
 
