@@ -7,6 +7,7 @@ such a module must stay cheap: whatever a verb works with is imported inside its
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -20,6 +21,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from strawq.cli.output import Answer
+from strawq.standard_output import write_stdout
 from strawq.version import VERSION
 
 EXIT_CODES = {
@@ -164,10 +166,11 @@ def hush() -> None:
 
 
 class _Talk(logging.Handler):
-    """Writes to whatever stderr is at that moment."""
+    """Writes to whatever stderr is at that moment. That nobody hears it ends nothing."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"strawq: {self.format(record)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"strawq: {self.format(record)}", file=sys.stderr, flush=True)
 
 
 _TALK = _Talk()
@@ -176,7 +179,7 @@ _LOGGERS = ("strawq", "strawq_workers")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"strawq {VERSION}")
+        write_stdout(f"strawq {VERSION}\n")
         raise typer.Exit
 
 

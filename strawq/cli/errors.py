@@ -8,6 +8,7 @@ goes to a file that the line names (STRAWQ_DEBUG=1 shows it as well).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ import typer
 from strawq.cli.app import hush, load
 from strawq.cli.output import Answer, one_line, print_json, say, show
 from strawq.errors import StorageFailed, StrawqError
+from strawq.standard_output import forget_stdout
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -30,6 +32,7 @@ PIPE_CLOSED = 141
 
 # Typer 0.15 builds on click, later ones carry a copy of it: the base of usage errors is found, not imported.
 _USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 
 
@@ -53,7 +56,12 @@ def guarded(arguments: list[str]) -> int:
         say("terminated")
         return TERMINATED
     except BrokenPipeError:
-        _forget_stdout()
+        forget_stdout()
+        return PIPE_CLOSED
+    except SystemExit as left:
+        if not isinstance(left.__context__, BrokenPipeError):
+            raise
+        forget_stdout()  # typer ends with 1 there, after it has wrapped the streams
         return PIPE_CLOSED
     finally:
         hush()
@@ -67,13 +75,7 @@ def wants_json(arguments: list[str]) -> bool:
 def _run(arguments: list[str], as_json: bool) -> int:
     answer = load()(args=arguments, prog_name="strawq", standalone_mode=False)
     if isinstance(answer, Answer):
-        try:
-            show(answer, as_json)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            _forget_stdout()
-            raise StorageFailed(f"the result could not be written to stdout: {error.strerror}") from error
+        show(answer, as_json)
         return answer.exit_code
     if answer == INTERRUPTED:  # how typer hands on a Ctrl-C; older ones raise Abort
         raise KeyboardInterrupt
@@ -91,6 +93,9 @@ def _explain(error: Exception, as_json: bool) -> int:
         kind, message, code = error.kind, str(error), error.exit_code
         if debugging():
             traceback.print_exc()
+    elif isinstance(error, OSError) and error.errno in _FULL:  # whatever it was: a file of its own, or a help page
+        forget_stdout()
+        kind, message, code = StorageFailed.kind, f"the disk is full: {error}; make room", StorageFailed.exit_code
     elif isinstance(error, _USAGE):
         kind, message, code = "usage", _usage(error), 2
         if not message:  # no arguments at all: the help has been printed
@@ -100,7 +105,8 @@ def _explain(error: Exception, as_json: bool) -> int:
         message = f"this is a fault of strawq: {type(error).__name__}: {error}; please report it with {_keep(error)}"
     say(message)
     if as_json:
-        print_json({"error": {"kind": kind, "message": one_line(message)}})
+        with contextlib.suppress(StorageFailed):  # it has been said on stderr
+            print_json({"error": {"kind": kind, "message": one_line(message)}})
     return code
 
 
@@ -129,12 +135,6 @@ def _keep(error: Exception) -> str:
     except OSError as failure:
         return f"the output of STRAWQ_DEBUG=1 (its traceback could not be written: {failure.strerror})"
     return file.name
-
-
-def _forget_stdout() -> None:
-    """Nobody reads any more: the interpreter's last flush must not complain."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

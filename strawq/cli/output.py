@@ -5,9 +5,12 @@ The rule: the data are made first, and the text is made from the same data, so t
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
+
+from strawq.standard_output import write_stdout
 
 T = TypeVar("T")
 
@@ -28,13 +31,13 @@ class Answer:
 
 
 def show(answer: Answer, as_json: bool) -> None:
-    """Print to stdout and flush, so that a closed pipe or a full disk is noticed here, before anything is settled."""
+    """Write it to stdout. Raises as `write_stdout`; nothing is settled as written then."""
     written = False
     try:
         if as_json and answer.data is not None:
             print_json(answer.data)
         elif answer.text and not as_json:
-            print(answer.text.rstrip("\n"), flush=True)
+            write_stdout(answer.text.rstrip("\n") + "\n")
         written = True
     finally:
         if answer.settle is not None:
@@ -44,12 +47,13 @@ def show(answer: Answer, as_json: bool) -> None:
 def print_json(data: Any) -> None:
     import msgspec
 
-    print(msgspec.json.encode(data).decode(), flush=True)
+    write_stdout(msgspec.json.encode(data).decode() + "\n")
 
 
 def say(text: str) -> None:
-    """Talk: a line on stderr."""
-    print(f"strawq: {one_line(text)}", file=sys.stderr, flush=True)
+    """Talk: a line on stderr. That nobody hears it ends nothing."""
+    with contextlib.suppress(OSError):
+        print(f"strawq: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 def one_line(text: str) -> str:

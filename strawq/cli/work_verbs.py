@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -12,7 +13,7 @@ from strawq.cli.options import PoolPath, QueueName, opened, pick_queue
 from strawq.cli.output import Answer, plural, say
 
 if TYPE_CHECKING:
-    from strawq_workers.collector import CollectSummary
+    from strawq_workers.collected_lines import CollectSummary
 
 
 @verb("work")
@@ -272,11 +273,10 @@ def collect(
         name = pick_queue(open_pool, queue).name
         limits: dict[str, Any] = {"count": count, "batches": batches, "timeout": timeout, "fewer": fewer}
         if out or (finish and not as_json):
-            from strawq_workers.collector import collect_to_jsonl
+            from strawq_workers.collected_lines import collect_to_jsonl
 
-            summary = _written(
-                out, lambda: collect_to_jsonl(open_pool, out or "-", queue=name, consumer=consumer, **limits)
-            )
+            with _named(out):
+                summary = collect_to_jsonl(open_pool, out or "-", queue=name, consumer=consumer, **limits)
             text = _collected(summary)
             if not out:
                 say(text)
@@ -284,21 +284,21 @@ def collect(
         return _shown(open_pool, name, consumer, finish, limits, stack)
 
 
-def _written(out: str, collect: Any) -> CollectSummary:
-    """What `collect()` says; that its output cannot be written is not a fault of the pool."""
+@contextlib.contextmanager
+def _named(out: str) -> Iterator[None]:
+    """That the file cannot be written is not a fault of the pool. What happens to stdout names itself."""
     from strawq.errors import BadInput, StorageFailed
 
     try:
-        summary: CollectSummary = collect()
+        yield
     except BrokenPipeError:
         raise
     except (FileNotFoundError, IsADirectoryError, PermissionError, NotADirectoryError) as error:
-        raise BadInput(f"{out or 'stdout'} cannot be written: {error.strerror}; check the path") from error
+        raise BadInput(f"{out} cannot be written: {error.strerror}; check the path") from error
     except OSError as error:
         raise StorageFailed(
-            f"{out or 'stdout'} cannot be written: {error.strerror}; the batch was given back"
+            f"{out} cannot be written: {error.strerror}; run the command again, and the batch comes again"
         ) from error
-    return summary
 
 
 def _collected(summary: CollectSummary) -> str:
@@ -310,7 +310,8 @@ def _shown(pool: Any, queue: str, consumer: str, finish: bool, limits: dict[str,
     """Groups as part of the answer: their batches are finished, or given back, once it is written."""
     import msgspec
 
-    from strawq_workers.collector import Collector, CollectSummary, group_record
+    from strawq_workers.collected_lines import CollectSummary, group_record
+    from strawq_workers.collector import Collector
 
     collector = Collector(pool, queue, consumer)
     taken: list[Any] = []

@@ -8,7 +8,8 @@ from strawq.core.commands import Expire
 from strawq.errors import BadInput, Damaged, Fenced, OutcomeUnknown, TryAgain
 from strawq.export import group_values
 from strawq.samples import Group
-from strawq_workers.collector import Collector, collect_to_jsonl, open_shared
+from strawq_workers.collected_lines import collect_to_jsonl
+from strawq_workers.collector import Collector, open_shared
 
 
 @pytest.fixture
