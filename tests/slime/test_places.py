@@ -63,7 +63,7 @@ def test_a_directory_without_the_permission_is_refused(tmp_path: Path, monkeypat
         require_writable("--save", tmp_path / "new" / "deeper")
     require_readable("--load", tmp_path, directory=True)
     refused = {os.R_OK | os.X_OK}
-    with pytest.raises(BadInput, match="--load .* may not be read"):
+    with pytest.raises(BadInput, match=r"--load .* may not be read"):
         require_readable("--load", tmp_path, directory=True)
     require_writable("--save", tmp_path / "new" / "deeper")
 
