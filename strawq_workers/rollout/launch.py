@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from strawq.errors import BadInput
@@ -18,6 +16,7 @@ from strawq_workers.processes import Children
 from strawq_workers.rollout.debug_data import archive_path
 from strawq_workers.rollout.settings import straw_source
 from strawq_workers.rollout.trainer import ReferenceTrainer, Trained, TrainingSummary, replay
+from strawq_workers.scratch import Scratch
 from strawq_workers.slime import build_data_source
 from strawq_workers.slime.arguments import (
     add_rollout_arguments,
@@ -93,7 +92,7 @@ def run_rollouts(
         raise BadInput("no engine: name one with --engine URL, or start one with --embedded-engine")
     with contextlib.ExitStack() as stack:
         if embedded_engine:
-            children = Children(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="strawq-engine-"))))
+            children = Children(stack.enter_context(Scratch("strawq-engine-")).path)
             stack.callback(children.close)
             arguments = ["-m", "strawq_workers.engine", "--port", "0", "--weight-version", "0"]
             if args.use_rollout_routing_replay:

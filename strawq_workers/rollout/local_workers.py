@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 import time
-from pathlib import Path
 
 import msgspec
 
 from strawq_workers.processes import Child, Children
+from strawq_workers.scratch import Scratch
 from strawq_workers.worker.options import WorkerOptions
 
 log = logging.getLogger("strawq.rollout")
@@ -45,8 +43,8 @@ class LocalWorkers:
     def __init__(self, pool: str, options: WorkerOptions, count: int) -> None:
         self._pool = pool
         self._options = options
-        self._logs = Path(tempfile.mkdtemp(prefix="strawq-workers-"))
-        self._children = Children(self._logs)
+        self._logs = Scratch("strawq-workers-")
+        self._children = Children(self._logs.path)
         self._slots = [_Slot(index) for index in range(count)]
         self._died_once = False
         self.restarts = 0
@@ -96,8 +94,7 @@ class LocalWorkers:
             child.reap(deadline)
         for slot in self._slots:
             slot.child = None
-        if not self._died_once:
-            shutil.rmtree(self._logs, ignore_errors=True)  # nobody was told of them
+        self._logs.close(keep=self._died_once)  # else nobody was told of them
 
     def _start(self, slot: _Slot) -> None:
         options = msgspec.structs.replace(self._options, workers=len(self._slots), worker_index=slot.index)
