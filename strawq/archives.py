@@ -106,7 +106,10 @@ def held_by(pool: Pool, name: str) -> tuple[Archive, list[Held]]:
 
     found: tuple[Archive, list[Held]] | list[str] = pool.log.refresh(look)
     if isinstance(found, list):
-        raise BadInput(f"there is no archive {quoted(name)} in {pool.path} (archives: {', '.join(found) or 'none'})")
+        there = f"archives: {', '.join(found) or 'none'}"
+        if not name:
+            raise BadInput(f"{pool.path} is a pool: name one of its archives ({there})")
+        raise BadInput(f"there is no archive {quoted(name)} in {pool.path} ({there})")
     return found
 
 
@@ -115,12 +118,17 @@ def load_archive(pool: Pool, name: str) -> Iterator[Group]:
     return (pool.payloads.load(held) for held in held_by(pool, name)[1])
 
 
+def require_no_archive(url: str) -> None:
+    """`BadInput` if an archive is there, or if there is no driver for such a place."""
+    if exists(url, MANIFEST):
+        raise BadInput(f"{url} holds an archive already; choose another place")
+
+
 def write_archive(pool: Pool, name: str, url: str) -> Manifest:
     """Write an archive of the pool to a directory at `url`, self-contained. `BadInput` if an archive is there.
 
     What is copied is pinned meanwhile: the archive may be deleted, and garbage collected, and the copy is whole."""
-    if exists(url, MANIFEST):
-        raise BadInput(f"{url} holds an archive already; choose another place")
+    require_no_archive(url)
     archive, groups = held_by(pool, name)
     with _pinned(pool, groups):
         return _write(pool, archive, groups, url)

@@ -31,10 +31,14 @@ def _place(url: str) -> tuple[Any, str]:
 def _named(verb: str, url: str) -> Iterator[None]:
     try:
         yield
-    except FileNotFoundError as error:
-        raise Gone(f"{url} is not there; restore it from a copy") from error
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and verb != "write":
+            raise Gone(f"{url} is not there; restore it from a copy") from error
         raise storage_failed(verb, url, error) from error
+    except NotImplementedError as error:
+        raise BadInput(
+            f"cannot {verb} {url}: the driver of such URLs does not do that; choose another place"
+        ) from error
 
 
 def exists(url: str, name: str) -> bool:

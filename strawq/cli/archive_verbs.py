@@ -34,12 +34,15 @@ def save(
 ) -> Answer:
     """Keep groups as they are now, within the pool and by reference; with --to also as files at any fsspec URL.
 
-    With --to, an archive of that name that is there already is written as it is.
+    With --to, an archive of that name that is there already is written as it is, and one that cannot be written there
+    is not kept in the pool either.
     """
-    from strawq.archives import list_archives, save_archive, write_archive
+    from strawq.archives import delete_archive, list_archives, require_no_archive, save_archive, write_archive
     from strawq.export import live_groups
 
-    with opened(pool) as open_pool:
+    with opened(pool) as open_pool, ExitStack() as undo:
+        if to:
+            require_no_archive(to)
         found = [archive for archive in list_archives(open_pool) if archive.name == name]
         if found and to and not task:
             archive = found[0]
@@ -49,8 +52,10 @@ def save(
             archive = once(
                 open_pool, None, lambda request: save_archive(open_pool, name, picked, tasks, request_id=request)
             )
+            undo.callback(once, open_pool, None, lambda request: delete_archive(open_pool, name, request_id=request))
         if to:
             write_archive(open_pool, name, to)
+        undo.pop_all()
     count = len(archive.tasks)
     data = {"archive": name, "queue": archive.queue, "groups": count, "seq": archive.seq, "url": to}
     return Answer(
@@ -100,12 +105,17 @@ def load(
     """Read an archive, checking every digest, as one JSON line per group."""
     import msgspec
 
-    from strawq.archives import load_archive, open_archive
+    from strawq.archives import MANIFEST, load_archive, open_archive
+    from strawq.errors import BadInput
     from strawq.export import group_values
+    from strawq.remote import exists
+    from strawq.storage import layout
 
+    if name and exists(source, MANIFEST):
+        raise BadInput(f"{source} is one archive, self-contained: leave {name!r} out")
     with ExitStack() as stack:
         groups: Iterator[Group]
-        if name:
+        if name or exists(source, layout.HEADER):
             groups = load_archive(stack.enter_context(opened(source)), name)
         else:
             groups = stack.enter_context(open_archive(source))

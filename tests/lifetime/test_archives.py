@@ -58,6 +58,49 @@ def test_the_verbs_of_archives(run: Run, pool: Path, tmp_path: Path) -> None:
     assert "no archive" in run("archive", "load", pool, "a", code=2).err
 
 
+@pytest.mark.parametrize(
+    ("to", "code", "why"),
+    [
+        ("taken", 2, "holds an archive already"),
+        ("nobody://x/y", 2, "Protocol not known"),
+        ("http://127.0.0.1:9/x", 2, "does not do that"),
+        ("a-file/x", 6, "cannot write"),
+    ],
+)
+def test_an_archive_that_cannot_be_written_there_is_not_kept_either(
+    run: Run, pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, code: int, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").touch()
+    ready(pool, 1)
+    run("archive", "save", pool, "first", "--to", "taken")
+    assert why in run("archive", "save", pool, "second", "--to", to, code=code).err
+    assert [row["name"] for row in run("archive", "ls", pool, "--json").data["archives"]] == ["first"]
+    run("archive", "save", pool, "first", "--to", to, code=code)
+    assert [row["name"] for row in run("archive", "ls", pool, "--json").data["archives"]] == ["first"], "it was there"
+
+
+def test_a_place_that_is_taken_between_the_look_and_the_copy_keeps_nothing(
+    run: Run, pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready(pool, 1)
+    to = tmp_path / "carried"
+    looks = iter([False, True])
+    monkeypatch.setattr("strawq.archives.exists", lambda url, name: next(looks))
+    assert "choose another place" in run("archive", "save", pool, "late", "--to", to, code=2).err
+    assert run("archive", "ls", pool, "--json").data["archives"] == []
+
+
+def test_loading_names_what_there_is(run: Run, pool: Path, tmp_path: Path) -> None:
+    assert "is a pool: name one of its archives (archives: none)" in run("archive", "load", pool, code=2).err
+    ready(pool, 1)
+    to = tmp_path / "carried"
+    run("archive", "save", pool, "one", "--to", to)
+    assert "(archives: one)" in run("archive", "load", pool, code=2).err
+    assert "leave 'one' out" in run("archive", "load", to, "one", code=2).err
+    assert run("archive", "load", to).out == run("archive", "load", pool, "one").out
+
+
 def test_a_carried_archive_is_checked_byte_by_byte(pool: Path, tmp_path: Path) -> None:
     ready(pool)
     with Pool.open(pool) as opened:
