@@ -19,6 +19,7 @@ from strawq.pool import Pool
 from strawq_workers.admission.slots import total_slots
 from strawq_workers.collector import Collector
 from strawq_workers.rates import Rates
+from strawq_workers.rollout.failures import Failures
 from strawq_workers.rollout.local_workers import LocalWorkers
 from strawq_workers.rollout.selection import refuse_all_samples_hook, select
 from strawq_workers.rollout.settings import StrawSource, batch_size, config_of, local_workers, options_of, worker_wait_s
@@ -51,7 +52,7 @@ class OnPool:
         self._options = msgspec.structs.replace(options_of(args), queue=straw.queue_name, role=WORKER_ROLE)
         self._slots = _slots(self._options)
         self.workers: LocalWorkers | None = None
-        self._accepted = -1
+        self._failures = Failures(straw.pool, straw.queue_name, max(self._options.refusals_max, self._slots))
         self._rates = Rates(straw.pool, straw.queue_name)
         _bound(straw.pool, straw.queue_name, batch_size(args), self._slots)
         count = local_workers(args)
@@ -59,7 +60,8 @@ class OnPool:
             self._on_loop(lambda: self._start(count))
 
     def take(self, args: Any, rollout_id: int) -> tuple[list[list[Any]], dict[str, float]]:
-        """The batch of this rollout. Raises `WorkersLost`; what is in the pool stays there."""
+        """The batch of this rollout. Raises `WorkersLost`, and `RolloutFailed` if group after group fails for good;
+        what is in the pool stays there."""
         if self._options.max_staleness == 0 and rollout_id:
             # Nothing may be started before the batch before is trained; who asks for the next one has trained it.
             self._straw.finish(rollout_id - 1)
@@ -82,18 +84,20 @@ class OnPool:
                 # While this batch is trained on nobody else fills the queue, and the workers go on.
                 self._straw.fill(ahead)
                 return batch
-            now = time.monotonic()
-            if not filled and self._used_up():
+            now, progressed = time.monotonic(), self._progress()
+            over = not filled and self._used_up()
+            self._failures.check(rollout_id, over)
+            if over:
                 log.warning("the data have ended before the batch of %d was complete", count)
                 return self._straw.collect(rollout_id, count, timeout=0, fewer=True)
-            if self._progress() or live_workers(self._straw.pool):
+            if progressed or live_workers(self._straw.pool):
                 seen = now
             given_up = "" if self.workers is None else self.workers.given_up()
             if now - seen > (0 if given_up else wait_s):
                 raise WorkersLost(self._lost(given_up, now - seen, missing))
             if now - said > SAY_S:
                 said = now
-                log.warning("rollout %d waits: %s", rollout_id, missing)
+                log.warning("rollout %d waits: %s; %s", rollout_id, missing, self._failures.words() or "no group fails")
 
     def _collect(self, rollout_id: int, count: int) -> list[list[Any]]:
         """The batch, unless it must wait for an older group. `TryAgain` says what is missing."""
@@ -129,9 +133,7 @@ class OnPool:
 
     def _progress(self) -> bool:
         """Whether groups were accepted since the last look."""
-        accepted = self._straw.pool.inspect().queues[self._straw.queue_name].accepted
-        moved = self._accepted >= 0 and accepted > self._accepted
-        self._accepted = accepted
+        moved = self._failures.look()
         if moved and self.workers is not None:
             self.workers.progressed()
         return moved
@@ -145,17 +147,20 @@ class OnPool:
         return (
             f"no rollout worker is left: {why}; start one with `strawq work {self._straw.pool.path} --engine URL`, or "
             f"let the rollout start them (--rollout-workers N). Accepted groups are safe in the pool ({missing})"
+            + (f". {self._failures.words()}" if self._failures.in_a_row else "")
         )
 
     def _metrics(self, rollout_id: int, samples: list[list[Any]]) -> dict[str, float]:
         staleness = self._straw.batch_metrics(rollout_id) if samples else {}
         seen = self._straw.pool.inspect()
         counts = seen.queues[self._straw.queue_name].tasks
+        self._failures.tell()
         return {
             **self._rates.since_last(),
             **staleness,
             "rollout/groups/ready": counts.ready,
             "rollout/groups/in_flight": counts.fresh_leased + counts.partial_leased,
+            "rollout/groups/failed": counts.failed,
             "rollout/workers/live": len(live_workers(self._straw.pool)),
             "rollout/workers/restarts": 0 if self.workers is None else self.workers.restarts,
         }

@@ -61,6 +61,6 @@ async def _fail(run: GroupRun, error: StrawqError) -> None:
         if standing == "stale":
             return
         run.end = "failed"
-    run.place.failed(run.task, words(error), standing == "dead")
     if isinstance(error, (EngineRefused, EngineGarbled, PrefixRefused)):
         run.place.refused(error)
+    run.place.failed(run.task, words(error), standing == "dead")

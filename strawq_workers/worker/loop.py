@@ -190,6 +190,8 @@ class Worker:
         run = self.runs.pop(task)
         if self.intake is not None:
             self.intake.ended(run)
+        else:
+            self.place.stop_if_all_fail()  # an intake has its own word on groups that fail
         self.place.changed.set()
         self._over(task)
         if run.end == "stale":

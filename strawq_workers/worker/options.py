@@ -67,7 +67,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Limits. `engine_timeout_s`: how long no engine may answer before the worker gives up. `abort_timeout_s`: how long an
     abort may take. `refusals_max`: groups in a row that end in an engine's refusal, or in an answer that
     makes no sense, before the worker stops, since then the worker's options or the engine are wrong and not the
-    prompts. `groups_max`: stop after so many groups (0: no bound)."""
+    prompts; and, where the worker may hold no more groups than that at once, groups in a row that fail for good for
+    whatever reason (else as many as it may hold). `groups_max`: stop after so many groups (0: no bound)."""
 
     engines: tuple[str, ...]
     queue: str = "rollout"

@@ -84,6 +84,9 @@ class Place:
         self.fatal: BaseException | None = None
         self.engine_trouble: StrawqError | None = None
         self.refusals = 0
+        """Attempts in a row that were refused; `lost` groups that failed for good, `unkept` that the filter dropped."""
+        self.lost = 0
+        self.unkept = 0
         self.versions: dict[str, None] = {}
         self.drop_reasons: dict[str, int] = {}
         self.failures: list[str] = []
@@ -106,12 +109,19 @@ class Place:
 
     def accepted(self) -> None:
         self.counters.groups_accepted += 1
-        self.refusals = 0
+        self.refusals = self.lost = self.unkept = 0
 
     def dropped(self, reason: str) -> None:
         self.counters.groups_dropped += 1
         self.drop_reasons[reason] = self.drop_reasons.get(reason, 0) + 1
-        self.refusals = 0
+        self.refusals = self.lost = 0
+        self.unkept += 1
+        if _at_a_doubling(self.unkept, self._in_a_row):
+            log.warning(
+                "%d groups in a row were dropped by the filter and none kept: %s",
+                self.unkept,
+                reason or "it gives no reason",
+            )
 
     def failed(self, task: str, reason: str, dead: bool) -> None:
         self.counters.groups_failed += 1
@@ -120,6 +130,20 @@ class Place:
         if len(self.failures) < FAILURES_KEPT:
             self.failures.append(f"{task}: {reason}")
         log.warning("task %s failed%s: %s", task, ", it is a dead letter now" if dead else "", reason)
+        self.lost += dead
+
+    def stop_if_all_fail(self) -> None:
+        """Where group after group fails for good, the fault is not theirs, and the data set is not spent on it."""
+        if self.lost >= self._in_a_row:
+            task, reason = list(self.dead.items())[-1]
+            again = f", then `strawq failed retry {self.queue.pool.path} --all`" if self.queue.pool is not None else ""
+            self.stop(
+                "failing",
+                BadInput(
+                    f"{self.lost} groups in a row failed for good and none was handed in, the last one: {task}: "
+                    f"{reason}; mend that{again}"
+                ),
+            )
 
     def refused(self, error: BadInput) -> None:
         """An engine or a prefix refused this worker's options, or an engine answered what makes no sense. When groups
@@ -128,11 +152,23 @@ class Place:
         if self.refusals >= self.options.refusals_max:
             self.stop("refused", BadInput(f"{self.refusals} groups in a row were refused, the last one: {error}"))
 
+    @property
+    def _in_a_row(self) -> int:
+        """Ends of one kind in a row that say more of the hooks than of the groups: groups that were begun together
+        end together, so as many as this worker may hold at once."""
+        return max(self.options.refusals_max, self.admission.limits.groups)
+
     def unavailable(self, error: StrawqError) -> None:
         """Requests have failed for as long as they may. The worker goes on if some engine still lives."""
         self.engine_trouble = error
         if not any(engine.state in ("up", "held") for engine in self.fleet.engines):
             self.stop("engines", error)
+
+
+def _at_a_doubling(count: int, first: int) -> bool:
+    """Whether `count` is `first`, or that doubled any number of times."""
+    times, rest = divmod(count, first)
+    return not rest and times.bit_count() == 1
 
 
 async def first_of(*events: asyncio.Event, timeout: float | None = None) -> None:

@@ -105,3 +105,26 @@ def raises_once(args, sample):
         raised.add(number(sample))
         raise ValueError("not yet")
     return 1.0
+
+
+def no_judge(args, samples, **kwargs):
+    raise RuntimeError("no judge at all")
+
+
+async def no_tool(args, sample, sampling_params):
+    raise RuntimeError("no tool at all")
+
+
+def raises_for_every_third(args, sample):
+    if number(sample) % 3 == 0:
+        raise ValueError(f"no score for prompt {number(sample)}")
+    return 1.0
+
+
+dropped: list = []
+
+
+def drops_forty(args, samples, **kwargs):
+    """The first forty groups that it sees."""
+    dropped.append(number(samples[0]))
+    return SimpleNamespace(keep=len(dropped) > 40, reason="too early")

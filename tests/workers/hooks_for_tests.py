@@ -137,3 +137,28 @@ async def interrupts_the_loop(args, sample):
 
 def leaves_a_generator(args, sample):
     raise GeneratorExit
+
+
+def always_raises(args, samples):
+    raise ValueError("never")
+
+
+async def never_generates(args, sample, sampling_params):
+    raise ValueError("never")
+
+
+def raises_for_odd(args, sample):
+    if int(sample.prompt.split()[1]) % 2:
+        raise ValueError("odd")
+    return 1.0
+
+
+tries: Counter = Counter()
+
+
+def third_time(args, samples):
+    """Scores each group at its third attempt."""
+    tries[samples[0].prompt] += 1
+    if tries[samples[0].prompt] % 3:
+        raise ValueError("not yet")
+    return [1.0] * len(samples)
