@@ -90,14 +90,6 @@ def test_workers_that_are_gone_after_failures_are_told_with_the_reason(source_of
         generate_rollout_fully_async(args, 0, source.data)
 
 
-def test_a_filter_that_keeps_nothing_is_told_at_each_doubling(source_of, engine, caplog):
-    source = source_of("straw")
-    args = source.args(rollout_workers=1, dynamic_sampling_filter_path="rollout_hooks.drops_forty")
-    out = generate_rollout_fully_async(args, 0, source.data)
-    told = [record.getMessage() for record in caplog.records if "dropped and none kept" in record.getMessage()]
-    assert len(out.samples) == 3 and 1 <= len(told) <= 3 and "too early" in told[0]
-
-
 @pytest.mark.parametrize("function", [generate_rollout, generate_rollout_fully_async])
 def test_a_filter_that_keeps_nothing_is_told_by_a_worker_in_this_process(source_of, engine, caplog, function):
     hooks.dropped.clear()
@@ -178,3 +170,22 @@ def test_the_end_of_the_data_is_a_failure_only_if_nothing_was_accepted(source_of
         failures.tell()
         failures.tell()
     assert caplog.text.count("dead letters") == 1 and "2 groups more" in caplog.text
+
+
+def test_drops_in_a_row_are_told_at_each_doubling_of_the_limit(source_of, caplog):
+    source = source_of("straw")
+    pool = source.data.pool
+    source.data.fill(40)
+    failures = Failures(pool, "rollout", limit=2)
+    for _ in range(9):
+        drop(pool)
+        failures.look()
+    (lease,) = pool.queue().acquire(1)
+    completed(pool.queue(), pool.queue().open(lease))
+    assert failures.look()
+    drop(pool)
+    failures.look()
+    drop(pool)
+    failures.look()
+    told = [record.getMessage() for record in caplog.records if "dropped and none kept" in record.getMessage()]
+    assert [text.split()[0] for text in told] == ["2", "4", "8", "2"] and "easy" in told[0]
