@@ -41,7 +41,8 @@ MAX_NEW_TOKENS = 48
 SAVE_TOKENS = 8
 TOKENS_PER_SECOND = 40.0
 CONCURRENCY = 24
-TOKENS_AT_STAKE = 200
+GROUPS_IN_HAND = CONCURRENCY // SAMPLES
+TOKENS_AT_STAKE = 2 * SAVE_TOKENS * SAMPLES
 LIMIT_SECONDS = 120.0
 LOOK_SECONDS = 0.02
 QUEUE = "rollout"
@@ -103,9 +104,10 @@ def run_demo(
     """Run it. `root` is a directory for the pool, new or empty (None: a temporary one, which is kept). With `json`
     nothing is said on the way; else `say` gets lines, or a terminal shows bars on stderr.
 
-    `batches` of `groups` groups each are taken. Raises `TryAgain` if it does not get there within two minutes."""
+    `batches` of `groups` groups each are taken, in any size that there are prompts for. Raises `TryAgain` if it does
+    not get there within two minutes."""
     prompts = demo_prompts(batches * groups)
-    where = Path(root).absolute() if root is not None else Path(tempfile.mkdtemp(prefix="strawq-demo-")) / "pool"
+    where = Path(root).absolute() if root is not None else Path(tempfile.mkdtemp(prefix="strawq-demo-"))
     logs = where.with_name(where.name + "-logs")
     logs.mkdir(parents=True, exist_ok=True)
     with (
@@ -128,6 +130,8 @@ class _Demo:
         self.groups = groups
         self.queue = pool.queue(QUEUE)
         self.started = time.monotonic()
+        # With what is left for later batches all in hand already, no group would be running when the first is taken.
+        self.small = (batches - 1) * groups <= GROUPS_IN_HAND
         self.engine_url = ""
         self.delivered: list[Group] = []
         self.staleness: list[dict[str, float]] = []
@@ -139,13 +143,20 @@ class _Demo:
         self.queue.seal()
         self.tell.say(f"pool {self.pool.path}: {len(self.prompts)} prompts, {SAMPLES} answers wanted for each")
         self._start_engine()
-        victim, survivor = (self._start_worker(index) for index in range(2))
-        self.tell.say(f"workers {victim.pid} and {survivor.pid} lease groups and generate")
-        self._kill_in_mid_lease(victim)
+        victim = self._start_worker(0)
+        if self.small:  # a second one beside it might take all that there is
+            self._kill_in_mid_lease(victim)
+            survivor = self._start_worker(1)
+            self._change_weights(survivor)
+        else:
+            survivor = self._start_worker(1)
+            self._kill_in_mid_lease(victim)
+        self._until("the killed worker's leases expire", lambda: not self._leases(victim.pid))
+        self.tell.say("its leases have expired; the other worker goes on from the saved tokens")
         collector = Collector(self.pool, QUEUE)
         for number in range(1, self.batches + 1):
             self._train(collector, number)
-            if number == 1:
+            if number == 1 and not self.small:
                 self._change_weights(survivor)
         worker = survivor.answer(self._left())
         return self._audit(worker)
@@ -178,11 +189,10 @@ class _Demo:
             reward="strawq_workers.demo:short_answer_reward",
             log_seconds=2.0,
         )
-        return self.children.start(
-            f"worker-{index + 1}",
-            ["-m", "strawq_workers.worker", self.pool.path, "-"],
-            stdin=msgspec.json.encode(options),
-        )
+        arguments = ["-m", "strawq_workers.worker", self.pool.path, "-"]
+        worker = self.children.start(f"worker-{index + 1}", arguments, stdin=msgspec.json.encode(options))
+        self.tell.say(f"worker {worker.pid} leases groups and generates")
+        return worker
 
     # -- the plot -----------------------------------------------------------------------------------------------
 
@@ -190,7 +200,9 @@ class _Demo:
         """Freeze the worker when the log shows saved progress under its leases, look once more, and kill it."""
         held: list[Held] = []
         while not held:
-            self._until("a worker has saved progress", lambda: self._at_stake(victim.pid))
+            self._until("a worker has saved progress", lambda: self._at_stake(victim.pid) or self._all_handed_in())
+            if self._all_handed_in():
+                break
             victim.freeze()
             held = self._at_stake(victim.pid)
             if not held:  # it has handed a group in since
@@ -199,9 +211,7 @@ class _Demo:
         victim.kill()
         self.saved = {group.task_id: {s.index: s.tokens.tolist() for s in group.samples} for group in groups}
         tokens = sum(token_count(group) for group in groups)
-        self.tell.say(f"worker {victim.pid} is killed; it had saved {tokens} tokens of {len(groups)} unfinished groups")
-        self._until("the killed worker's leases expire", lambda: not self._leases(victim.pid))
-        self.tell.say("its leases have expired; the other worker goes on from the saved tokens")
+        self.tell.say(f"worker {victim.pid} is killed; it had saved {tokens} tokens of unfinished groups")
 
     def _train(self, collector: Collector, number: int) -> None:
         batch = collector.next_batch(self.groups, timeout=self._left(), wait=self._wait)
@@ -220,14 +230,15 @@ class _Demo:
             self.delivered.append(group)
 
     def _change_weights(self, survivor: Child) -> None:
-        """As a trainer does: pause, wait until every worker has stopped and saved, load, resume."""
-        self._until("a group is in the middle of its answers", lambda: self._partial(survivor.pid))
+        """As a trainer does: pause, wait until the worker has stopped and saved, load, resume."""
+        self._until("a group is in the middle of its answers", lambda: self._partial() or self._all_handed_in())
         self.pool.pause("weights for policy version 2")
-        self._until("the worker acknowledges the pause", lambda: self._acknowledged(survivor.pid))
+        self._until("the pause is acknowledged", lambda: self._acknowledged(survivor.pid) or self._all_handed_in())
         body = jsonlib.dumps({"model_path": "demo-weights-2", "weight_version": "2"}).encode()
         self._ask("/update_weights_from_disk", body)
+        running = self._partial()
         self.pool.resume(2)
-        self.tell.say("weights changed to policy version 2 in mid-generation; the worker resumes its prefixes")
+        self.tell.say(f"weights changed to policy version 2, unfinished groups go on from their prefixes: {running}")
 
     def _audit(self, worker: dict[str, Any]) -> DemoSummary:
         """Counts from a pool that is opened anew, the delivered groups, and the engine's own counter."""
@@ -268,14 +279,16 @@ class _Demo:
 
     # -- looking ------------------------------------------------------------------------------------------------
 
-    def _partial(self, pid: int) -> list[Held]:
-        """Groups with saved tokens that the process holds leases of."""
-        return [held for held in self._leases(pid) if held.task.stage == "partial" and held.task.tokens]
+    def _partial(self) -> int:
+        """How many unfinished groups have saved tokens, whoever holds them."""
+        count: int = self.pool.log.refresh(lambda machine: sum(map(_unfinished, _tasks(machine.state))))
+        return count
 
     def _at_stake(self, pid: int) -> list[Held]:
-        """The same, once there are enough tokens in them to be worth the drama."""
-        held = self._partial(pid)
-        return held if sum(part.task.tokens for part in held) >= TOKENS_AT_STAKE else []
+        """The groups with saved tokens that a process holds leases of, once it has saved something of each answer."""
+        leases = self._leases(pid)
+        held = [lease for lease in leases if _unfinished(lease.task)]
+        return held if sum(part.task.tokens for part in held) >= TOKENS_AT_STAKE * max(1, len(leases)) else []
 
     def _leases(self, pid: int) -> list[Held]:
         def view(machine: Any) -> list[Held]:
@@ -294,6 +307,10 @@ class _Demo:
 
         answer: bool = self.pool.log.refresh(view)
         return answer
+
+    def _all_handed_in(self) -> bool:
+        """Then nothing is left to be killed in, or to change weights under."""
+        return self._accepted() >= len(self.prompts)
 
     def _accepted(self) -> int:
         counts = self.queue.counts()
@@ -334,6 +351,10 @@ def _alive(pool: Pool) -> set[str]:
 
 def _tasks(state: Any) -> list[Task]:
     return list(state.branch.queues[QUEUE].tasks.values())
+
+
+def _unfinished(task: Task) -> bool:
+    return task.stage == "partial" and task.tokens > 0
 
 
 def _held(state: Any, task: Task) -> Held:

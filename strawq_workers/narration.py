@@ -65,6 +65,10 @@ def describe(summary: DemoSummary) -> str:
         ("lost", str(s.lost)),
         ("time", f"{s.seconds:g} s"),
     ]
+    unseen = [] if s.leases_expired else ["a takeover from a killed worker"]
+    unseen += [] if s.groups_of_two_versions else ["a change of weights under a running group"]
+    if unseen:
+        rows.append(("not shown", f"{' and '.join(unseen)}: groups were finished too soon; ask for more of them"))
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name.ljust(width)}  {value}" for name, value in rows]
     verdict = "Nothing was lost." if s.sound else "THE AUDIT FOUND A FAULT."
