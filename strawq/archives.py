@@ -22,6 +22,7 @@ from strawq.core.machine import Machine
 from strawq.core.names import quoted
 from strawq.errors import BadInput, Damaged, FormatUnsupported, StorageFailed, StrawqError
 from strawq.handles import Held
+from strawq.inspection import by_position
 from strawq.model import Archive, ObjectRef, StoredObject, Task
 from strawq.pool import encode_metadata
 from strawq.remote import exists, open_remote, read_remote, write_remote
@@ -85,7 +86,8 @@ def save_batch(pool: Pool, name: str, batch: Batch, metadata: Mapping[str, Any] 
 
 
 def list_archives(pool: Pool) -> list[Archive]:
-    archives: list[Archive] = pool.log.refresh(lambda machine: list(machine.state.archives.values()))
+    """Those of the pool, as they were made."""
+    archives: list[Archive] = pool.log.refresh(lambda machine: by_position(machine.state.archives.values()))
     return archives
 
 

@@ -3,6 +3,7 @@ submission to its end."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import msgspec
 from strawq.core import events as e
 from strawq.core.machine import Machine
 from strawq.core.names import quoted
+from strawq.core.state import task_key
 from strawq.errors import BadInput, Damaged
 
 if TYPE_CHECKING:
@@ -53,21 +55,32 @@ def read_history(pool: Pool, *, newest_first: bool = True, limit: int = 0) -> It
 
 
 def follow_task(pool: Pool, task: str) -> Iterator[LogLine]:
-    """Everything that history still tells about one task, oldest first."""
-    number, dash, row = task.partition("-")
-    if not (dash and number.isdigit() and row.isdigit()):
+    """Everything that history still tells about one task, oldest first. `BadInput`, at the end, if there never was such
+    a task; nothing if that cannot be known, since what was trimmed may have told of it."""
+    numbers = re.fullmatch("([0-9]{1,18})-([0-9]{1,18})", task)
+    if numbers is None:
         raise BadInput(f"{quoted(task)} is not a task id; one looks like 3-17 (submission and row)")
+    number, row = map(int, numbers.groups())
+    task = task_key(number, row)
     session = ""
     batch = ""
-    head: int = pool.log.refresh(lambda machine: machine.seq)
-    for seq in range(beginning(pool).seq, head + 1):
+    seen = False
+    first = beginning(pool)
+    whole = not first.trimmed
+    head, submissions = pool.log.refresh(lambda machine: (machine.seq, machine.state.meta.submissions))
+    for seq in range(first.seq, head + 1):
         for line, event in _events(pool, seq):
             if event is None:
+                whole = False
                 continue
-            text = _about(event, task, int(number), int(row), session, batch)
-            if text:
+            text = _about(event, task, number, row, session, batch)
+            # A rollback befalls all tasks, but those that come later.
+            if text and (seen or not isinstance(event, e.RolledBack)):
+                seen = True
                 yield msgspec.structs.replace(line, text=text)
             session, batch = _holders(event, task, session, batch)
+    if not seen and (whole or not 0 < number <= submissions):
+        raise BadInput(f"there never was a task {task} in {pool.path} (submissions so far: {submissions or 'none'})")
 
 
 def _events(pool: Pool, seq: int) -> Iterator[tuple[LogLine, e.AnyEvent | None]]:
@@ -144,7 +157,7 @@ def _short(value: object) -> str:
 def _about(event: e.AnyEvent, task: str, number: int, row: int, session: str, batch: str) -> str:
     """What the event says of the task; empty if nothing."""
     match event:
-        case e.Submitted() if number in event.numbers:
+        case e.Submitted() if number in event.numbers and row < event.objects[event.numbers.index(number)].rows:
             return f"submitted to {event.queue} (row {row} of submission {number})"
         case e.Acquired():
             attempts = dict(event.leases)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from typing import TypeVar
+
 import msgspec
 
 from strawq.core.state import Queue, State
-from strawq.model import Pause, PoolHeader
+from strawq.model import Archive, Checkpoint, Pause, PoolHeader
+
+Kept = TypeVar("Kept", Checkpoint, Archive)
 
 
 class TaskCounts(msgspec.Struct, frozen=True):
@@ -106,6 +112,17 @@ def count_tasks(queue: Queue) -> TaskCounts:
     )  # fmt: skip
 
 
+def by_position(kept: Iterable[Kept]) -> list[Kept]:
+    """Checkpoints or archives as they came to be: `rollout-10` after `rollout-2`."""
+    return sorted(kept, key=lambda each: each.seq)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key of names by the numbers in them: `branch-10` after `branch-2`."""
+    pieces = re.findall(r"[0-9]+|[^0-9]+", name)
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in pieces]
+
+
 def inspect_state(state: State, header: PoolHeader, damage: tuple[str, ...] = ()) -> Inspection:
     branch = state.branch
     queues = {name: branch.queues[name] for name in branch.queues}
@@ -145,11 +162,11 @@ def inspect_state(state: State, header: PoolHeader, damage: tuple[str, ...] = ()
         ],
         checkpoints=[
             CheckpointView(point.name, point.branch, point.seq, point.policy_version, point.time_ms)
-            for point in state.checkpoints.values()
+            for point in by_position(state.checkpoints.values())
         ],
         branches=[
             BranchView(row.id, row.id == state.active.row, row.parent, row.source, row.base_seq, row.left_seq)
-            for row in state.branches.values()
+            for row in sorted(state.branches.values(), key=lambda row: _natural(row.id))
         ],
         objects=ObjectCounts(files + len(merged), file_bytes, inline, inline_bytes),
         damage=damage,

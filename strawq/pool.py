@@ -27,7 +27,7 @@ from strawq.core.names import quoted, require_name
 from strawq.core.state import highest_number
 from strawq.errors import BadInput, NotAPool
 from strawq.handles import Held
-from strawq.inspection import Inspection, inspect_state
+from strawq.inspection import Inspection, by_position, inspect_state
 from strawq.limits import FORMAT_VERSION, LEASE_SECONDS
 from strawq.model import Checkpoint, PoolHeader, QueueConfig, StoredObject
 from strawq.payloads import Payloads
@@ -257,8 +257,8 @@ class Pool:
         self.commit(c.DropBranch(request=self.request(request_id), name=name))
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The checkpoints with their metadata and bindings, by name."""
-        points: list[Checkpoint] = self.log.refresh(lambda machine: list(machine.state.checkpoints.values()))
+        """The checkpoints with their metadata and bindings, as they were taken."""
+        points: list[Checkpoint] = self.log.refresh(lambda machine: by_position(machine.state.checkpoints.values()))
         return points
 
     def expire_session(self, session: str, reason: str = "") -> None:

@@ -106,8 +106,11 @@ def rollback(
     With --bind NAME=FILE it is refused unless the checkpoint was bound to files of the same content.
     """
     from strawq.core.commands import Rollback
+    from strawq.errors import BadInput
     from strawq.rollback_plan import plan_rollback
 
+    if dry_run and request_id:
+        raise BadInput("--dry-run changes nothing: leave --request-id out")
     bindings = read_bindings(bind)
     with opened(pool) as open_pool:
         if dry_run:
@@ -157,6 +160,8 @@ def branch(
 
     if show and (delete or request_id):
         raise BadInput("--list stands alone")
+    if request_id and not delete:
+        raise BadInput("--request-id goes with --delete: a look changes nothing")
     with opened(pool) as open_pool:
         if delete:
             once(open_pool, request_id, lambda request: open_pool.drop_branch(delete, request_id=request))

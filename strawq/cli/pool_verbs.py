@@ -103,7 +103,7 @@ def probe(
     lines = [f"{report.directory} ({report.mount.fs_type}): {report.verdict.replace('_', ' ')}"]
     for label, texts in (("unfit", report.reasons), ("warning", report.warnings), ("note", report.notes)):
         lines += [f"  {label}: {text}" for text in texts]
-    lines += [f"  {name} = {value}" for name, value in report.measured.items()]
+    lines += [f"  {name} = {'not measured' if value is None else value}" for name, value in report.measured.items()]
     return Answer(report, "\n".join(lines), 6 if report.verdict == "unfit" else 0)
 
 

@@ -104,7 +104,10 @@ def _submit(state: State, command: c.Submit) -> Answer:
         require_branch(state, command.branch)
     queue = require_queue(state, command.queue)
     if queue.row.sealed:
-        raise BadInput(f"queue {command.queue} is sealed: no further prompts are taken (unseal it first)")
+        raise BadInput(
+            f"queue {command.queue} is sealed: no further prompts are taken; `strawq seal POOL --queue {command.queue} "
+            "--open` opens it again"
+        )
     if command.producer:
         require_name(command.producer, "producer")
     if len(command.cursor.encode()) > METADATA_BYTES:

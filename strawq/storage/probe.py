@@ -168,13 +168,14 @@ def _remove_tree(path: str) -> None:
 
 def _look_at_space(path: str, findings: _Findings) -> None:
     found = os.statvfs(path)
-    free = found.f_bavail * found.f_frsize
-    inodes = found.f_favail if found.f_files else None  # some file systems do not count them
+    free = found.f_bavail * found.f_frsize if found.f_blocks else None  # some file systems do not count them
+    inodes = found.f_favail if found.f_files else None
     findings.measured.update(free_bytes=free, free_inodes=inodes)
     if free == 0 or inodes == 0:
-        findings.add("unfit", f"{path} is full ({free} bytes, {inodes} inodes free); make room")
+        counted = [f"{count} {what}" for count, what in ((free, "bytes"), (inodes, "inodes")) if count is not None]
+        findings.add("unfit", f"{path} is full ({', '.join(counted)} free); make room")
         return
-    if free < FREE_BYTES_MIN:
+    if free is not None and free < FREE_BYTES_MIN:
         findings.add("warning", f"only {free >> 20} MiB are free below {path}; make room")
     if inodes is not None and inodes < FREE_INODES_MIN:
         findings.add("warning", f"only {inodes} inodes are free below {path}; make room")

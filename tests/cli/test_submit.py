@@ -370,7 +370,7 @@ def test_seal(run: Run, pool: Path, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", *rows(1))
     assert run("submit", pool, file, "--seal", "--json").data["sealed"] is True
     other = write_lines(tmp_path / "b.jsonl", {"prompt": "b"})
-    assert "is sealed" in run("submit", pool, other, code=2).err
+    assert "`strawq seal POOL --queue rollout --open` opens it" in run("submit", pool, other, code=2).err
     assert run("seal", pool, "--open", "--json").data == {"queue": "rollout", "sealed": False}
     run("submit", pool, other)
     run("seal", pool)

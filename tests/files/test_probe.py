@@ -135,6 +135,24 @@ class TestPromises:
         assert report.verdict == "unfit"
         assert "full" in report.reasons[0]
 
+    def test_what_a_file_system_does_not_count_is_not_full(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.statvfs
+        zeros: list[int] = []
+
+        def statvfs(path: str) -> object:
+            found = list(real(path))
+            for at in zeros:
+                found[at] = 0
+            return os.statvfs_result(found)
+
+        monkeypatch.setattr(os, "statvfs", statvfs)
+        zeros[:] = [2, 3, 4, 5, 6, 7]  # f_blocks to f_favail
+        assert probe(tmp_path).verdict == "fit"
+        zeros[:] = [4, 5, 6, 7]  # no inodes are counted, and no block is free
+        assert probe(tmp_path).reasons[0] == f"{tmp_path} is full (0 bytes free); make room"
+
     def test_a_disk_that_fills_in_the_middle(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         real, left = os.writev, [7]
 

@@ -9,6 +9,7 @@ import numpy as np
 from strawq import Pool, Prompt
 from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT
 from strawq.storage import layout
+from strawq.trimming import trim_log
 from tests.cli.conftest import Run
 from tools.golden_pool import complete
 
@@ -30,6 +31,26 @@ def test_log_tells_what_happened_newest_first(run: Run, pool: Path) -> None:
     life = run("log", pool, "--task", "1-0", "--json").data["events"]
     assert [event["event"] for event in life][:3] == ["submitted", "acquired", "reported"]
     assert "is not a task id" in run("log", pool, "--task", "nonsense", code=2).err
+
+
+def test_a_task_that_never_was_is_not_found_and_one_that_was_trimmed_is_said_to_be(run: Run, pool: Path) -> None:
+    with Pool.open(pool) as opened:
+        opened.queue().submit([Prompt(text="a"), Prompt(text="b")])
+        opened.checkpoint("start")
+        opened.rollback("start")
+    for task in ("2-0", "1-2", "9-9", "0-0"):
+        assert f"there never was a task {task}" in run("log", pool, "--task", task, code=2).err
+    assert "is not a task id" in run("log", pool, "--task", "1-" + "9" * 5000, code=2).err
+    events = run("log", pool, "--task", "01-01", "--json").data["events"]
+    assert [event["event"] for event in events] == ["submitted", "rolled_back"]
+    with Pool.open(pool) as opened:
+        for number in range(6):
+            opened.publish_version(number)
+            opened.snapshot()
+        trim_log(opened, keep_entries=1, step=1)
+    for task in ("1-0", "1-7"):
+        assert "were trimmed" in run("log", pool, "--task", task).out
+    assert "there never was a task 2-0" in run("log", pool, "--task", "2-0", code=2).err
 
 
 def test_verify_names_the_object_what_depends_on_it_and_the_remedy(run: Run, pool: Path) -> None:
