@@ -330,7 +330,8 @@ class Queue:
         return () if isinstance(answer, e.Refusal) else answer.tasks
 
     def drop_tasks(self, tasks: Sequence[str], reason: str, *, request_id: str | None = None) -> tuple[str, ...]:
-        """End tasks that nobody holds (pending, ready, dead letters); returns those that were."""
+        """End tasks that nobody holds (pending, ready, dead letters, in a batch whose consumer is gone); returns those
+        that were. A batch that loses a task is broken up: its other groups are ready again."""
         answer = self.pool.commit(
             c.DropTasks(
                 request=self._request(request_id),

@@ -71,7 +71,7 @@ def drop(
     reason: Annotated[str, typer.Option("--reason", show_default=False, help="Why; counted with the drop reasons.")],
     queue: QueueName = "",
 ) -> Answer:
-    """End tasks that nobody holds (pending, ready, dead letters) without training on them."""
+    """End tasks that nobody holds (pending, ready, in a batch of nobody, dead letters) without training on them."""
     with opened(pool) as open_pool:
         chosen = pick_queue(open_pool, queue)
         done = [task for part in _parts(tasks) for task in once(open_pool, None, partial(_drop, chosen, part, reason))]
@@ -99,7 +99,7 @@ def _parts(tasks: list[str]) -> list[list[str]]:
 
 
 NO_LETTERS = "which are no dead letters of that queue (`strawq failed list` shows those)"
-HELD = "which are leased, in a batch, not started, ended or unknown"
+HELD = "which are leased, in a batch that a consumer has in hand, not started, ended or unknown"
 
 
 def _outcome(what: str, queue: str, wanted: list[str], done: list[str], why: str) -> Answer:

@@ -221,11 +221,13 @@ def _batch_finished(state: State, event: e.BatchFinished, _seq: int, _where: Whe
 
 
 def _batch_returned(state: State, event: e.BatchReturned, _seq: int, _where: Where) -> None:
-    queue = state.branch.queues[event.queue]
-    batch = queue.batches[batch_number(event.batch)]
-    for key in batch.tasks:
+    _break_up(state.branch.queues[event.queue], batch_number(event.batch))
+
+
+def _break_up(queue: Queue, number: int) -> None:
+    for key in queue.batches[number].tasks:
         queue.tasks.put(key, replace(queue.tasks[key], batch=""))
-    queue.batches.drop(batch.number)
+    queue.batches.drop(number)
 
 
 def _failed_retried(state: State, event: e.FailedRetried, _seq: int, _where: Where) -> None:
@@ -236,6 +238,10 @@ def _failed_retried(state: State, event: e.FailedRetried, _seq: int, _where: Whe
 
 def _tasks_dropped(state: State, event: e.TasksDropped, _seq: int, _where: Where) -> None:
     queue = state.branch.queues[event.queue]
+    # A batch is delivered again as it was or not at all: one that loses a group is broken up, the others are ready.
+    for batch in dict.fromkeys(queue.tasks[key].batch for key in event.tasks):
+        if batch:
+            _break_up(queue, batch_number(batch))
     for key in event.tasks:
         task = queue.tasks[key]
         state.hold_parts(task.parts, -1)

@@ -288,20 +288,26 @@ def _retry_failed(state: State, command: c.RetryFailed) -> Answer:
     return e.FailedRetried(queue=command.queue, tasks=tuple(keys))
 
 
+def _nobodys(queue: Queue, key: str) -> bool:
+    """Whether no process has this task in hand: a batch whose consumer is gone is nobody's until it is delivered
+    again."""
+    task = queue.tasks[key]
+    if task.batch:
+        return not queue.batches[batch_number(task.batch)].session
+    return task.failed or task.pending
+
+
 def _drop_tasks(state: State, command: c.DropTasks) -> Answer:
     queue = require_queue(state, command.queue)
     if command.branch:
         require_branch(state, command.branch)
-    keys = []
-    for key in dict.fromkeys(command.tasks):
-        task = queue.tasks.get(key)
-        if task is not None and (task.failed or task.pending):
-            keys.append(key)
+    keys = tuple(key for key in dict.fromkeys(command.tasks) if key in queue.tasks and _nobodys(queue, key))
     if not keys:
         return e.Refusal(
-            "done", "none of these tasks can be dropped: they are leased, in a batch, not started, or ended"
+            "done",
+            "none of these tasks can be dropped: they are leased, in a batch that is held, not started, or ended",
         )
-    return e.TasksDropped(queue=command.queue, tasks=tuple(keys), reason=cut_text(command.reason))
+    return e.TasksDropped(queue=command.queue, tasks=keys, reason=cut_text(command.reason))
 
 
 def _publish_version(state: State, command: c.PublishVersion) -> Answer:

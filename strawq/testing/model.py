@@ -142,6 +142,18 @@ class PlainModel:
             if trained:
                 row.end = "dropped" if task in dropped else "trained"
 
+    def may_drop(self, task: str) -> bool:
+        """Nobody has it in hand: neither a worker nor the consumer of a batch."""
+        row = self.rows.tasks[task]
+        return not (self.rows.batches[row.batch].session if row.batch else row.session or row.end)
+
+    def drop(self, task: str) -> None:
+        """A batch that loses a group is broken up: its others are ready again."""
+        row = self.rows.tasks[task]
+        if row.batch:
+            self.end_batch(row.batch, trained=False)
+        row.failed, row.failures, row.expirations, row.end = False, 0, 0, "dropped"
+
     def may_publish(self, version: str) -> bool:
         """Words may always come; a number only if it is above every number before it, whatever stands between."""
         versions = self.rows.versions

@@ -175,6 +175,24 @@ class CoreMachine(RuleBasedStateMachine):
         except Fenced:
             return
 
+    @rule(batch=batches, which=st.integers(0, 2))
+    def drop_from_batch(self, batch: tuple[str, str, str, int], which: int) -> None:
+        """Only out of a batch that nobody has in hand; its other groups are ready again."""
+        open_batches = {row.id: row for row in self.state.branch.queues[QUEUE].batches.values()}
+        row = open_batches.get(batch[2]) if batch[0] == self.branch else None
+        if row is None:
+            return
+        task = row.tasks[which % len(row.tasks)]
+        answer = self.ask(c.DropTasks(queue=QUEUE, tasks=(task,), reason="damaged"))
+        queue = self.state.branch.queues[QUEUE]
+        assert isinstance(answer, e.Refusal) == bool(row.session)
+        if not row.session:
+            assert task not in queue.tasks
+            assert all(
+                queue.tasks[key].pending and queue.tasks[key].stage == "ready" for key in row.tasks if key != task
+            )
+            assert row.id not in {left.id for left in queue.batches.values()}
+
     @rule(which=st.integers(0, 3), retry=st.booleans())
     def letters(self, which: int, retry: bool) -> None:
         queue = self.state.branch.queues[QUEUE]

@@ -222,6 +222,18 @@ class FaceMachine(RuleBasedStateMachine):
             with pytest.raises(Fenced):
                 end(batch)
 
+    @precondition(lambda self: self.model.rows.batches)
+    @rule(who=hosts, pick=picks)
+    def drop_from_batch(self, who: int, pick: int) -> None:
+        """What cannot be read is dropped where its consumer is gone, and never out of a consumer's hands."""
+        tasks = sorted(key for key, row in self.model.rows.tasks.items() if row.batch)
+        task = tasks[pick % len(tasks)]
+        done = self.hosts[who].pool.queue().drop_tasks([task], "damaged")
+        assert done == ((task,) if self.model.may_drop(task) else ())
+        if done:
+            self.model.drop(task)
+            reached["dropped from a batch"] += 1
+
     @precondition(lambda self: any(row.failed for row in self.model.rows.tasks.values()))
     @rule(who=hosts, retry=st.booleans())
     def letters(self, who: int, retry: bool) -> None:
@@ -456,8 +468,8 @@ def test_the_machine_has_been_everywhere() -> None:
     }
     wanted = acts | {
         "fenced report", "fenced batch", "save", "complete", "fail", "yield",
-        "drop", "batch", "batch again", "trained", "returned", "dead letter", "rollback", "garbage",
-        "trimmed entries", "moved objects", "merged files", "expired", "crash",
+        "drop", "batch", "batch again", "dropped from a batch", "trained", "returned", "dead letter", "rollback",
+        "garbage", "trimmed entries", "moved objects", "merged files", "expired", "crash",
     }  # fmt: skip
     if reached:
         missed = {name for name in wanted if not reached[name]}

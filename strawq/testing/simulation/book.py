@@ -253,6 +253,10 @@ class Book:
             note.batch = event.batch
         self.line.parcels[event.batch] = Parcel(event.tasks, event.session, event.attempt)
 
+    def waiting(self) -> list[str]:
+        """Tasks of batches that wait to be delivered again."""
+        return [key for parcel in self.line.parcels.values() if not parcel.session for key in parcel.tasks]
+
     def _held(self, batch: str, commands: Iterable[Any]) -> Parcel:
         parcel = self.line.parcels.get(batch)
         if parcel is None:
@@ -281,6 +285,11 @@ class Book:
             self.line.notes[key].failed, self.line.notes[key].lost = False, 0
 
     def _tasksdropped(self, event: e.TasksDropped, _: Any) -> None:
+        for batch in {self.line.notes[key].batch for key in event.tasks} - {""}:
+            parcel = self.line.parcels.pop(batch)
+            require(not parcel.session, f"a task was dropped out of batch {batch}, which {parcel.session} has in hand")
+            for key in parcel.tasks:
+                self.line.notes[key].batch = ""
         for key in event.tasks:
             note = self.line.notes[key]
             require(note.failed or self._pending(note), f"task {key} was dropped while {note}")

@@ -133,6 +133,8 @@ class Operator(Actor):
             self.do(lambda request: self.queue.retry_failed(tasks, request_id=request))
         elif tasks and self.chance.random() < 0.3:
             self.do(lambda request: self.queue.drop_tasks(tasks, "hopeless", request_id=request))
+        elif kind == "drop":
+            self.pick(self.book.waiting(), lambda task, **given: self.queue.drop_tasks([task], "damaged", **given))
 
 
 class Collector(Actor):
