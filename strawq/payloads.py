@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from strawq.core import events as e
-from strawq.errors import BadInput, Damaged, StorageFailed
+from strawq.errors import BadInput, Damaged, Gone, StorageFailed
 from strawq.handles import Held
 from strawq.limits import INLINE_OBJECT_BYTES, OBJECT_BYTES, ROWS_PER_OBJECT
 from strawq.model import ObjectRef, Slice, StoredObject
@@ -106,15 +106,22 @@ class Payloads:
 
     def load(self, held: Held, task_id: str = "") -> Group:
         """The group as it is stored: its prompt and everything saved so far, checked. Tensors are read when they are
-        touched."""
+        touched. `Damaged` and `Gone` name the group, and the way to go on without it."""
         from strawq.storage.growth import fold
         from strawq.storage.records import decode_segments
 
         task = held.task
-        prompt = self.prompt(held)
         rows: list[Any] = []
-        for part in task.parts[1:]:
-            rows.extend(decode_segments(self._records(held.objects, part), part.start, part.stop))
+        try:
+            prompt = self.prompt(held)
+            for part in task.parts[1:]:
+                rows.extend(decode_segments(self._records(held.objects, part), part.start, part.stop))
+        except (Damaged, Gone) as error:
+            raise type(error)(
+                f"group {task.id}: {error}; restore the file from a copy, or go on without the group (`strawq "
+                "drop`, once "
+                "no process has it in hand; `strawq verify --full` names all such groups)"
+            ) from error
         packs = {stored.ref.pack: stored.ref for stored in held.objects.values() if stored.ref.pack}
         return fold(task_id or task.id, prompt, rows, lambda ref: self._open_rows(ref, packs, task.id))
 

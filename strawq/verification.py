@@ -34,6 +34,9 @@ from strawq.storage.snapshots import Snapshot, decode_snapshot, snapshot_numbers
 if TYPE_CHECKING:
     from strawq.pool import Pool
 
+TASKS_NAMED = 50
+"""So many tasks of one damaged object are named; a record has up to some thousands."""
+
 Progress = Callable[[str, int, int], None]
 """Called with what is checked, how much is done and how much there is."""
 
@@ -240,8 +243,7 @@ def _check_objects(pool: Pool, state: State, full: bool, found: list[Finding], p
         if at % 50 == 0:
             progress("objects", at, len(rows))
         for path, problem in _object_problems(pool, row, full):
-            remedy = "restore the file from a copy, or end the groups that need it (`strawq failed`, `strawq drop`)"
-            found.append(Finding(path, problem, reasons.get(row.ref.digest, ()), remedy))
+            found.append(Finding(path, problem, reasons.get(row.ref.digest, ()), _without(state, row.ref.digest)))
         if full:
             hashed += row.ref.bytes + row.ref.pack_bytes
         if row.ref.file:
@@ -249,6 +251,21 @@ def _check_objects(pool: Pool, state: State, full: bool, found: list[Finding], p
     for path, there in merged.items():
         found += _merged_problems(pool, path, there, full, reasons)
     return hashed
+
+
+def _without(state: State, digest: str) -> str:
+    """How to go on without an object: the groups of the active branch that need it, by queue."""
+    ends = []
+    for name in state.branch.queues:
+        tasks = [
+            task.id for task in state.branch.queues[name].tasks.values() if digest in {p.object for p in task.parts}
+        ]
+        if tasks:
+            named = " ".join(tasks[:TASKS_NAMED]) + (
+                f" and {len(tasks) - TASKS_NAMED} more" * (len(tasks) > TASKS_NAMED)
+            )
+            ends.append(f"`strawq drop POOL -q {name} --reason damaged {named}`")
+    return "restore the file from a copy" + (f", or end the groups that need it: {', '.join(ends)}" if ends else "")
 
 
 def _merged_problems(
