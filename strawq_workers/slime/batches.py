@@ -29,6 +29,8 @@ logger = logging.getLogger("strawq.slime")
 
 EXACT_TRIES = 200
 LEASES = 1024
+EXPIRY_LEASES = 3
+"""So many of its own lease times after it died a holder is taken for dead by somebody, with room to spare."""
 
 
 class OpenBatch(msgspec.Struct, frozen=True):
@@ -181,8 +183,20 @@ class RolloutBatches:
     def _take_again(self, rollout_id: int) -> Batch | None:
         """The open batch of that rollout in this process's present session, whoever had it before."""
         self._mine.pop(rollout_id, None)
-        taken = self.collect(rollout_id, 1)
-        return None if taken is None else taken.batch
+        end: float | None = None
+        while (found := self._open(rollout_id)) is not None:
+            try:
+                taken = self.collect(rollout_id, 1, timeout=0)
+                return None if taken is None else taken.batch
+            except TryAgain as missing:
+                now = time.monotonic()
+                if end is None:
+                    end = now + EXPIRY_LEASES * (found.holder.lease_seconds if found.holder is not None else 0.0)
+                    logger.warning("rollout %d is to be finished: %s", rollout_id, missing)
+                if now >= end:
+                    raise
+            time.sleep(POLL_MAX_S)
+        return None
 
     def give_back_open(self) -> int:
         """Make the groups of batches that an earlier process left ready again, for a sampler that takes groups and

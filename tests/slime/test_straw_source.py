@@ -16,7 +16,7 @@ from stand_in import Engine, flat, job_args, status
 from strawq import Pool, QueueConfig
 from strawq.errors import BadInput, Damaged, Fenced, OutcomeUnknown, StorageFailed, TryAgain
 from strawq.storage.mounts import mount_of, read_juicefs_settings
-from strawq_workers.slime import StrawDataSource, build_data_source
+from strawq_workers.slime import StrawDataSource, batches, build_data_source
 from strawq_workers.slime.sample import Sample
 
 Make = Callable[..., StrawDataSource]
@@ -548,6 +548,28 @@ def test_a_batch_that_ends_while_it_is_to_be_finished_is_not_replaced_by_another
     source.finish(0)
     other.close()
     assert (counts(source).trained, counts(source).ready, counts(source).in_batch) == (2, 2, 0)
+
+
+def test_a_batch_that_another_live_process_has_is_named_in_place_of_being_waited_for(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make()
+    worked(source, 4)
+    with Pool.open(source.pool.path, lease_seconds=0.5) as other:
+        batch = other.queue().take_batch(2, consumer="rollout-0").batch
+        assert batch is not None
+        with pytest.raises(TryAgain, match=f"batch {batch.id} is open in session {other.keeper.current}"):
+            source.finish(0)
+        # One that ends while it is waited for is no fault, and nothing is taken in its place.
+        slept = []
+
+        def sleep(_seconds: float) -> None:
+            if not slept:
+                slept.append(other.queue().finish_batch(batch))
+
+        monkeypatch.setattr(batches.time, "sleep", sleep)
+        source.finish(0)
+    assert slept and (counts(source).trained, counts(source).ready, counts(source).in_batch) == (2, 2, 0)
 
 
 def test_a_delivery_takes_its_own_groups_though_others_are_ready(make: Make) -> None:
