@@ -71,11 +71,9 @@ class RolloutBatches:
         while True:
             left = None if timeout is None else started + timeout - time.monotonic()
             late = left is not None and left <= 0
-            found = self._open(rollout_id)
-            if found is not None and self._is_mine(found):
-                # Taken by this process, and the answer was lost.
-                return self._keep(rollout_id, found.batch)
-            missing = _held_elsewhere(found)
+            if (before := self._taken_before(rollout_id)) is not None:
+                return self._keep(rollout_id, before)
+            missing = _held_elsewhere(self._open(rollout_id))
             if not missing:
                 taken = self._take(rollout_id, count, fewer and late)
                 if taken.batch is not None:
@@ -114,7 +112,7 @@ class RolloutBatches:
                 if not tasks:
                     return []
                 self._put_back(lease for lease in aside if lease.task in tasks)
-                taken = self._take(rollout_id, len(tasks), False).batch
+                taken = self._taken_before(rollout_id) or self._take(rollout_id, len(tasks), False).batch
             finally:
                 self._put_back(lease for lease in aside if lease.task not in tasks)
             if taken is not None and set(taken.tasks) == set(tasks):
@@ -124,6 +122,11 @@ class RolloutBatches:
                 self._return(taken)
             time.sleep(min(0.002 * (tried + 1), 0.1))
         raise TryAgain(f"the {len(tasks)} groups of rollout {rollout_id} were never ready without others'")
+
+    def _taken_before(self, rollout_id: int) -> Batch | None:
+        """The rollout's batch, if this process has taken it and the answer was lost."""
+        found = self._open(rollout_id)
+        return found.batch if found is not None and self._is_mine(found) else None
 
     def _lease_ready(self) -> list[Lease]:
         queue = self._pool.queue(self._queue_name)
@@ -181,7 +184,8 @@ class RolloutBatches:
                 self._finish(rollout_id, again)
 
     def _take_again(self, rollout_id: int) -> Batch | None:
-        """The open batch of that rollout in this process's present session, whoever had it before."""
+        """The open batch of that rollout in this process's present session, whoever had it before; None if it has ended
+        meanwhile. A dead holder is waited for until it has expired; `TryAgain` names one that lives."""
         self._mine.pop(rollout_id, None)
         end: float | None = None
         while (found := self._open(rollout_id)) is not None:
@@ -222,6 +226,11 @@ class RolloutBatches:
             if found.consumer == f"{CONSUMER}{rollout_id}":
                 return found
         return None
+
+    def open_tasks(self, rollout_id: int) -> tuple[str, ...]:
+        """The groups of the rollout's batch, whoever has it; none if it has no open one."""
+        found = self._open(rollout_id)
+        return () if found is None else tuple(found.batch.tasks)
 
     def _is_mine(self, found: OpenBatch) -> bool:
         return bool(found.batch.session) and found.batch.session == self._pool.keeper.current

@@ -8,9 +8,11 @@ see `settle_silent`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any, Literal
 
@@ -58,6 +60,9 @@ class Sampling:
         self._kind = kind
         self._out = HandedOut()
         self._lock = threading.RLock()
+        self._verdicts: deque[tuple[Handed, list[Any], bool, str]] = deque()
+        self._handed_in: set[str] = set()
+        """Tasks of held groups that are complete in the queue, while a delivery is not over."""
         self._delivered = -1
         self._ended = False
         self.requeued = 0
@@ -112,7 +117,7 @@ class Sampling:
     def take_back(self, groups: Sequence[Sequence[Any]]) -> None:
         """Return groups with what they have. Groups that no prompt of the queue stands behind are submitted as prompts;
         `BadInput` if such a group has tokens already."""
-        with self._lock:
+        with self._judged():
             known: list[tuple[Handed, Sequence[Any]]] = []
             fresh = []
             for group in groups:
@@ -181,20 +186,31 @@ class Sampling:
     # -- what the sampler tells -----------------------------------------------------------------------------------
 
     def saw_verdict(self, group: Sequence[Any], keep: bool, reason: str) -> None:
-        """A filter's word on a group. Groups that we do not know are nobody's business here."""
+        """A filter's word on a group. Groups that we do not know are nobody's business here.
+
+        slime calls filters on the event loop that generates, so this takes no lock that is held during a commit: it
+        looks the group up, and the word counts from the next call on."""
+        try:
+            handed = self._out.find(group if isinstance(group, (list, tuple)) else [group])
+        except Fenced:
+            return
+        if handed is not None:
+            self._verdicts.append((handed, list(group), keep, reason))
+
+    @contextlib.contextmanager
+    def _judged(self) -> Iterator[None]:
+        """The lock, and every verdict up to now taken in."""
         with self._lock:
-            try:
-                handed = self._out.find(group if isinstance(group, (list, tuple)) else [group])
-            except Fenced:
-                return
-            if handed is not None:
-                handed.samples = list(group)
+            while self._verdicts:
+                handed, samples, keep, reason = self._verdicts.popleft()
+                handed.samples = samples
                 handed.verdict, handed.reason = ("", "") if keep else ("dropped", reason)
+            yield
 
     def saw_delivery(self, rollout_id: int, samples: Sequence[Any]) -> None:
         """What a rollout delivered, which ends it. Samples of collected batches are in their batch already. `Fenced`
         if a group among them was given back before: it would be trained twice."""
-        with self._lock:
+        with self._judged():
             by_task: dict[str, tuple[Handed, list[Any]]] = {}
             for sample in flat(samples):
                 if hasattr(sample, BATCH):
@@ -224,13 +240,40 @@ class Sampling:
                 dropped.append(Change(handed.work, "drop", None, NOT_KEPT))
         ended: list[str] = []
         if complete:
-            ended += self._batches.take_exactly(rollout_id, lambda: self._report(complete, "drop", NOT_KEPT))
+            standing = self._standing(rollout_id, complete)
+            missing = [change for change in complete if change.work.task not in standing]
+
+            def hand_in() -> list[str]:
+                counted = self._report(missing, "drop", NOT_KEPT)
+                self._handed_in.update(counted)
+                return [*standing, *counted]
+
+            ended += self._batches.take_exactly(rollout_id, hand_in)
         ended += self._report(dropped)
         for handed, samples in groups:
+            self._handed_in.discard(handed.work.task)
             self._out.remove(handed)
             unmark(samples)
         self._publish_newest(samples for _, samples in groups)
         self._require_ended(rollout_id, [change.work.task for change in (*complete, *dropped)], set(ended))
+
+    def _standing(self, rollout_id: int, complete: Sequence[Change]) -> list[str]:
+        """Tasks that a delivery of this rollout which failed half-way has handed in, or put into its batch, already."""
+        batch = self._batches.open_tasks(rollout_id)
+
+        def view(machine: Any) -> list[str]:
+            tasks = machine.state.branch.queues[self._queue_name].tasks
+            rows = [(change.work.lease, tasks.get(change.work.task)) for change in complete]
+            return [
+                row.id
+                for lease, row in rows
+                if row is not None
+                and row.stage == "ready"
+                and (row.id in batch or (row.pending and (row.id in self._handed_in or row.attempt == lease.attempt)))
+            ]
+
+        found: list[str] = self._pool.log.refresh(view)
+        return found
 
     def _require_ended(self, rollout_id: int, tasks: Sequence[str], ended: set[str]) -> None:
         lost = [task for task in tasks if task not in ended and not self._is_gone(task)]
@@ -260,7 +303,7 @@ class Sampling:
     def settle(self) -> None:
         """Give back what an ended rollout left. Nothing happens in the middle of a rollout, and under a function that
         works across rollouts."""
-        with self._lock:
+        with self._judged():
             if self._ended and not self._works_across:
                 left = [(handed, handed.samples) for handed in self._out]
                 self._give_back(left, keep_prefix=self._partial, taken=True)
@@ -269,7 +312,7 @@ class Sampling:
     def settle_silent(self, rollout_id: int) -> None:
         """At a save, for a rollout function of which no delivery was ever seen: what it finished counts as delivered
         with this rollout. What it did not finish stays in its hands."""
-        with self._lock:
+        with self._judged():
             if self._delivered >= 0:
                 return
             finished = [
@@ -290,7 +333,7 @@ class Sampling:
 
     def give_up(self) -> None:
         """Give everything back, at the end of the process."""
-        with self._lock:
+        with self._judged():
             left = [(handed, handed.samples) for handed in self._out]
             self._give_back(left, keep_prefix=self._partial, taken=True)
 

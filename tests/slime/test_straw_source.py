@@ -584,6 +584,69 @@ def test_a_delivery_takes_its_own_groups_though_others_are_ready(make: Make) -> 
     assert (counts(source).in_batch, counts(source).ready) == (2, 3)
 
 
+@pytest.mark.parametrize("kind", ["TakeBatch", "Report"])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_delivery_that_failed_is_told_again_and_has_the_same_batch(
+    make: Make, monkeypatch: pytest.MonkeyPatch, kind: str, lost: bool
+) -> None:
+    """The mount fails before or after the commit, once the groups are to be handed in or taken."""
+    source = make()
+    mine = source.get_samples(3)
+    worked(source, 2, version="0")
+    finish(source, mine[:2])
+    source._sampling.saw_verdict(mine[2], False, "easy")
+    commit, failed = source.pool.commit, []
+
+    def fail(command: Any, *more: Any, **options: Any) -> Any:
+        if type(command).__name__ != kind or len(failed) >= (5 if lost else 1):
+            return commit(command, *more, **options)
+        failed.append(command)
+        if not lost:
+            raise StorageFailed("the mount is gone")
+        commit(command, *more, **options)
+        raise OutcomeUnknown("the reply is lost")
+
+    monkeypatch.setattr(source.pool, "commit", fail)
+    monkeypatch.setattr(source.pool.clock, "sleep", lambda _: None)
+    with pytest.raises((StorageFailed, OutcomeUnknown)):
+        deliver(source, 4, mine[:2])
+    assert failed and source._sampling.held == 3
+    deliver(source, 4, mine[:2])
+    batch = source._batches.collected(4)
+    assert batch is not None and sorted(group.prompt.group_id for group in batch) == ["0", "1"]
+    assert source.get_samples(0) == [] and source._sampling.held == 0
+    now = counts(source)
+    assert (now.in_batch, now.ready, now.dropped, now.fresh_leased + now.partial_leased) == (2, 2, 1, 0)
+    source.finish(4)
+    assert counts(source).trained == 2
+
+
+def test_a_filters_word_does_not_wait_for_a_commit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make()
+    back, dropped = source.get_samples(2)
+    commit, committing, go_on = source.pool.commit, threading.Event(), threading.Event()
+
+    def slow(command: Any, *more: Any, **options: Any) -> Any:
+        committing.set()
+        assert go_on.wait(30)
+        return commit(command, *more, **options)
+
+    monkeypatch.setattr(source.pool, "commit", slow)
+    giving_back = threading.Thread(target=source.add_samples, args=([back],))
+    giving_back.start()
+    try:
+        assert committing.wait(30)
+        telling = threading.Thread(target=source._sampling.saw_verdict, args=(dropped, False, "easy"), daemon=True)
+        telling.start()
+        telling.join(10)
+        assert not telling.is_alive(), "the event loop stands still during a commit"
+    finally:
+        go_on.set()
+        giving_back.join(30)
+    source._sampling.give_up()
+    assert counts(source).dropped == 1
+
+
 @pytest.mark.parametrize("new_objects", [False, True])
 def test_a_delivery_of_a_group_that_was_taken_back_stops_the_rollout(make: Make, new_objects: bool) -> None:
     source = make()
