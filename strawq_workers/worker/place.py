@@ -136,12 +136,11 @@ class Place:
         """Where group after group fails for good, the fault is not theirs, and the data set is not spent on it."""
         if self.lost >= self._in_a_row:
             task, reason = list(self.dead.items())[-1]
-            again = f", then `strawq failed retry {self.queue.pool.path} --all`" if self.queue.pool is not None else ""
             self.stop(
                 "failing",
                 BadInput(
                     f"{self.lost} groups in a row failed for good and none was handed in, the last one: {task}: "
-                    f"{reason}; mend that{again}"
+                    f"{reason}; {self._remedy()}"
                 ),
             )
 
@@ -150,7 +149,13 @@ class Place:
         in a row end so, the fault is not theirs, and the queue's attempts are not spent on it."""
         self.refusals += 1
         if self.refusals >= self.options.refusals_max:
-            self.stop("refused", BadInput(f"{self.refusals} groups in a row were refused, the last one: {error}"))
+            message = f"{self.refusals} groups in a row were refused, the last one: {error}; {self._remedy()}"
+            self.stop("refused", BadInput(message))
+
+    def _remedy(self) -> str:
+        """How to go on; dead letters come back by hand."""
+        pool = self.queue.pool
+        return "mend that" + (f", then `strawq failed retry {pool.path} --all`" if self.dead and pool else "")
 
     @property
     def _in_a_row(self) -> int:
