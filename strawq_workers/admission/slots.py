@@ -31,6 +31,12 @@ def _even(total: int, workers: int) -> list[int]:
     return [quotient + 1] * remainder + [quotient] * (workers - remainder)
 
 
+_REMEDY = {
+    "C·E": "raise C (the concurrency per engine) until C·E >= W·G, add engines",
+    "max_concurrent_samples": "raise max_concurrent_samples",
+}
+
+
 def _check(total_samples: int, group_size: int, workers: int, name: str) -> None:
     if group_size < 1 or workers < 1:
         raise BadInput(f"cannot divide {name}: {workers} workers and groups of {group_size}; both must be at least 1")
@@ -38,8 +44,8 @@ def _check(total_samples: int, group_size: int, workers: int, name: str) -> None
         most = total_samples // group_size
         raise BadInput(
             f"{name} = {total_samples} samples is less than W·G = {workers}·{group_size} = {workers * group_size}: "
-            "every worker needs room for one group; raise the concurrency per engine, add engines, or run at most "
-            f"{most} workers"
+            f"every worker needs room for one group; {_REMEDY[name]}, or make groups smaller"
+            + (f"; or run at most {most} workers" if most and most < workers else "")
         )
 
 

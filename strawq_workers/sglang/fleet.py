@@ -29,6 +29,7 @@ from strawq_workers.sglang.options import EngineOptions
 from strawq_workers.sglang.segment import Segment, empty_segment
 from strawq_workers.sglang.transport import Transport
 from strawq_workers.sglang.wire import GenerateRequest, ModelShape, Sampling, check_request
+from strawq_workers.telling import Telling
 
 log = logging.getLogger("strawq.engines")
 
@@ -103,10 +104,9 @@ class Fleet:
         clock = asyncio.get_running_loop().time
         end = clock() + self.options.start_timeout_s
         pending = list(dict.fromkeys(url.rstrip("/") for url in urls))
-        delay = self.options.backoff_s
-        refused: EngineUnavailable | None = None
+        delay, telling = self.options.backoff_s, Telling(clock)
         while True:
-            refused = None
+            refused: EngineUnavailable | None = None
             for url in list(pending):
                 try:
                     await self._adopt(url)
@@ -120,8 +120,8 @@ class Fleet:
                     raise engine.unusable
             if any(engine.state in ("up", "held") for engine in self.engines) or clock() >= end:
                 break
-            waited_for = refused or self._nobody()
-            log.warning("no engine yet, asking again for %.0f s: %s", max(0.0, end - clock()), waited_for)
+            if telling.due(waited_for := str(refused or self._nobody())):
+                log.warning("no engine yet, asking again for %.0f s: %s", max(0.0, end - clock()), waited_for)
             await asyncio.sleep(delay)
             delay = min(2 * delay, self.options.backoff_max_s)
         for url in pending:  # not reachable: taken for an engine that is down, and asked again by its watcher

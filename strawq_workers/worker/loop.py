@@ -16,6 +16,7 @@ from strawq.errors import BadInput, Fenced, OperatorNeeded, OutcomeUnknown, TryA
 from strawq.handles import Lease, Leases
 from strawq_workers.admission.reservations import Admission
 from strawq_workers.sglang.fleet import Fleet
+from strawq_workers.telling import Telling
 from strawq_workers.worker.counts import keep_counts, leave_counts
 from strawq_workers.worker.group import GroupRun
 from strawq_workers.worker.metrics import WorkerSummary, log_line, watch_loop
@@ -214,11 +215,12 @@ class Worker:
         await self.place.reporter.close()
 
     async def _log_at_times(self) -> None:
+        telling = Telling(asyncio.get_running_loop().time)
         while True:
             await asyncio.sleep(self.place.options.log_seconds)
             log.info("%s", log_line(self.place.counters, len(self.runs)))
             down = [engine for engine in self.place.fleet.engines if engine.state not in ("up", "held")]
-            if down:
+            if telling.due("; ".join(engine.last_error for engine in down)):
                 log.warning("%d engines are down: %s", len(down), "; ".join(engine.last_error for engine in down))
 
 

@@ -23,6 +23,7 @@ log = logging.getLogger("strawq.worker")
 
 LOOK_SECONDS_MAX = 0.4
 RETRY_S = 1.0
+LONG_PAUSE_S = 60.0
 
 
 class Watcher:
@@ -40,6 +41,8 @@ class Watcher:
         self._settling: asyncio.Task[int] | None = None
         self._quiescing: asyncio.Task[None] | None = None
         self._acknowledged = False
+        self._paused_at = 0.0
+        self._told = False
         self._said: set[str] = set()
         self._seconds = min(LOOK_SECONDS_MAX, place.options.lease_seconds / 4)
 
@@ -130,11 +133,26 @@ class Watcher:
             self.place.counters.pauses += 1
             self.place.admission.pause()
             log.info("admission is paused (%s); policy %s", around.pause.reason, self.place.options.pause_policy)
+            self._paused_at, self._told = asyncio.get_running_loop().time(), False
             self._begin()
         elif self._acknowledged and self.place.queue.session not in around.pause.acknowledged:
             # Another pause has followed the first between two looks, or this is another session of ours.
             self._acknowledged = False
             self._begin()
+        self._tell(around.pause.reason)
+
+    def _tell(self, reason: str) -> None:
+        """A trainer's pauses are short, and no news. One that stands when the worker comes, or that lasts, is."""
+        pool, counters = self.place.queue.pool, self.place.counters
+        lasts = asyncio.get_running_loop().time() - self._paused_at >= LONG_PAUSE_S
+        if pool is None or self._told or not (lasts or not counters.groups_leased):
+            return
+        self._told = True
+        log.warning(
+            "the pool is paused (%s): nothing is leased until `strawq resume %s`",
+            " ".join(reason.split()) or "no reason given",
+            pool.path,
+        )
 
     def _begin(self) -> None:
         if self._quiescing is None or self._quiescing.done():
@@ -197,7 +215,8 @@ class Watcher:
         self.place.hold.open()
         self.place.admission.resume()
         self.place.changed.set()
-        log.info("resumed at policy version %s", around.policy_version or "(none)")
+        level, self._told = logging.WARNING if self._told else logging.INFO, False
+        log.log(level, "resumed at policy version %s", around.policy_version or "(none)")
 
 
 _STOPPED = {
