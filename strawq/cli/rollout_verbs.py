@@ -36,16 +36,26 @@ def rollout(
 
     FLAGS are slime's: --rollout-data-transport straw|object-store, --prompt-data, --rollout-batch-size,
     --n-samples-per-prompt, --num-rollout, --partial-rollout, --save, --load, --ckpt-step, and so on; `strawq rollout
-    --flags` lists them. The trainer consumes batches, gives the engines a new policy version after each, and takes
-    checkpoints every --save-interval rollouts; it changes no weight. Ctrl-C and SIGTERM give everything in hand back.
+    --flags` lists them. Under straw the pool is --rollout-data-dir, or SAVE/rollout_data. The trainer consumes batches,
+    gives the engines a new policy version after each, and takes checkpoints every --save-interval rollouts; it changes
+    no weight. Ctrl-C and SIGTERM give everything in hand back.
     Exit code 4 if no engine answers or no worker is left.
     """
+    from strawq.cli.work_command import work_command
     from strawq_workers.rollout.launch import parser, run_rollouts
 
     if show_flags:
         text = parser().format_help()
         return Answer({"flags": text}, text)
-    summary = run_rollouts(flags or [], mode or "", engine, embedded_engine, told=lambda trained: say(_line(trained)))
+    summary = run_rollouts(
+        flags or [],
+        mode or "",
+        engine,
+        embedded_engine,
+        told=lambda trained: say(_line(trained)),
+        say=say,
+        work_command=work_command,
+    )
     return Answer(summary, _text(summary))
 
 

@@ -11,11 +11,14 @@ import argparse
 import logging
 import math
 from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from strawq.errors import BadInput
 from strawq_workers.slime.exactness import json_exact
-from strawq_workers.slime.flags import GROUPS, Flag, all_flags
+from strawq_workers.slime.flags import GROUPS, IMAGES, NOT_TAKEN, REWARD, Flag, all_flags
 from strawq_workers.worker.options import WorkerOptions
 
 log = logging.getLogger("strawq.slime")
@@ -99,10 +102,16 @@ def validate_rollout_arguments(args: Any) -> None:
     if value_of(args, "group_rm") and not value_of(args, "custom_rm_path") and not getattr(args, "rm_type", None):
         raise BadInput("--group-rm says how --custom-rm-path is called: name the function")
     if getattr(args, "multimodal_keys", None):
-        raise BadInput(
-            "--multimodal-keys is not supported by strawq's data sources: name a data source of your own with "
-            "--data-source-path, whose samples may hold images"
-        )
+        raise BadInput(f"--multimodal-keys {IMAGES}")
+
+
+def advice_on(option: str) -> str:
+    """What to do instead of a flag that strawq does not take; empty if nothing is known of it."""
+    found = next((advice for pattern, advice in NOT_TAKEN if fnmatchcase(option, pattern)), "")
+    if found:
+        return found
+    near = get_close_matches(option, [flag.option for flag in all_flags()], 1, 0.8)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def _goes_on(args: Any) -> bool:
@@ -142,7 +151,13 @@ def _check_transport(args: Any) -> None:
             "older weight versions within ready and partial groups"
         )
     if value_of(args, "rollout_queue_segment_mib") is not None:
-        log.warning("--rollout-queue-segment-mib has no effect: each publication is a file of its own")
+        _say_once("--rollout-queue-segment-mib has no effect: each publication is a file of its own")
+
+
+@cache
+def _say_once(text: str) -> None:
+    """Flags are checked by everyone who uses them, and said once in a process."""
+    log.warning("%s", text)
 
 
 def _check_batches(args: Any) -> None:
@@ -171,7 +186,7 @@ def _check_sampling(args: Any) -> None:
             "--rollout-temperature must be > 0; temperature 0 is greedy decoding and is not a valid RL policy."
         )
     if not 0 < value_of(args, "rollout_top_p") <= 1:
-        raise BadInput(f"--rollout-top-p must be above 0 and at most 1, not {args.rollout_top_p}")
+        raise BadInput(f"--rollout-top-p must be above 0 and at most 1, not {value_of(args, 'rollout_top_p')}")
     top_k = value_of(args, "rollout_top_k")
     if top_k == 0 or top_k < -1:
         raise BadInput(f"--rollout-top-k must be at least 1, or -1 for all tokens, not {top_k}")
@@ -226,7 +241,7 @@ def worker_options(args: Any, engines: Sequence[str]) -> WorkerOptions:
     """What these flags mean to a worker on `engines` (URLs). Raises `BadInput` as `validate_rollout_arguments` does."""
     validate_rollout_arguments(args)
     if getattr(args, "rm_type", None) and not value_of(args, "custom_rm_path"):
-        raise BadInput(f"--rm-type {args.rm_type} is slime's own reward: name a function with --custom-rm-path")
+        raise BadInput(f"--rm-type {args.rm_type} {REWARD}")
     partial = _goes_on(args)
     staleness = value_of(args, "max_staleness")
     in_place = value_of(args, "flush_cache_interval") != 1

@@ -160,7 +160,8 @@ GROUPS = dict(
                  "not given", "ours", choices=("abort", "drain", "in_place")),
             Flag("rollout_tokenize_path", str, None, "(args, prompt) -> ids, for chat messages", "ours"),
             Flag("rollout_detokenize_path", str, None, "(args, ids) -> text", "ours"),
-            Flag("rollout_workers", int, 0, "worker processes that a fully asynchronous rollout starts here", "ours"),
+            Flag("rollout_workers", int, None, "worker processes that a fully async rollout on a pool starts here; 1 "
+                 "with --embedded-engine if not given, else 0", "ours"),
             Flag("rollout_worker_wait_seconds", float, None, "how long it waits for a worker", "ours"),
         ),
     )
@@ -170,3 +171,30 @@ GROUPS = dict(
 
 def all_flags() -> tuple[Flag, ...]:
     return tuple(flag for flags in GROUPS.values() for flag in flags)
+
+
+REWARD = "is slime's own reward: name a function with --custom-rm-path"
+IMAGES = (
+    "is not supported by strawq's data sources: name a data source of your own with --data-source-path, whose samples "
+    "may hold images"
+)
+NOT_TAKEN = (
+    ("--rm-type", REWARD),
+    ("--multimodal-keys", IMAGES),
+    ("--eval-config", "is not read: give --eval-prompt-data NAME FILE and the --eval-* flags"),
+    ("--dump-details", "is not known: --save-debug-rollout-data 'DIR/{rollout_id}' keeps the batches"),
+    ("--rollout-external*", "names engines that run already: give --engine URL, or --rollout-engines"),
+    ("--*rollout-global-dataset", "is always so: the cursor of the dataset is part of every checkpoint"),
+    ("--*fault-tolerance", "is always so: engines and workers are watched; leave it out"),
+    ("--rollout-health-check*", "is slime's: strawq's workers watch the engines themselves; leave it out"),
+    ("--sglang-*", "is an engine's option: give it where the engine is started, and name that with --engine URL"),
+    ("--router-*", "is the router's option: give it where the router is started"),
+    ("--*num-gpus*", "places engines and trainer: name engines that run already with --engine URL"),
+    ("--*num-nodes", "places engines and trainer: name engines that run already with --engine URL"),
+    ("--colocate", "places engines and trainer: name engines that run already with --engine URL"),
+    ("--offload*", "places engines and trainer: name engines that run already with --engine URL"),
+    ("--custom-*log-function-path", "is for slime's manager to call: the reference trainer has none"),
+    ("--custom-reward-post-process-path", "is the trainer's: the reference trainer does not look at rewards"),
+    ("--custom-convert-samples-to-train-data-path", "is the trainer's: the reference trainer converts nothing"),
+)
+"""Flags of slime that strawq does not take, by pattern, and what to do instead; the first that fits counts."""

@@ -237,9 +237,40 @@ def test_a_checkpoint_of_a_background_worker_has_what_was_in_its_hands(rollout, 
     assert len(set(numbers)) == 36 and max(numbers) < 36 + 8 + 8
 
 
+def test_an_embedded_engine_on_a_pool_has_a_worker_without_being_asked(capsys, prompts, tmp_path):
+    save = tmp_path / "save"
+    words = [
+        "--mode", "fully-async", "--rollout-data-transport", "straw", "--save", save, "--embedded-engine",
+        "--prompt-data", prompts, "--rollout-batch-size", 2, "--num-rollout", 1, "--rollout-max-response-len", 8,
+    ]  # fmt: skip
+    assert main(["rollout", *map(str, words)]) == 0
+    told = capsys.readouterr().err
+    assert f"fully-async rollouts, groups in the pool {save}/rollout_data, engines http://" in told
+    assert "no worker is there" not in told
+
+
+def test_workers_that_are_to_be_started_elsewhere_are_asked_for_at_once(engine, prompts, tmp_path, capsys):
+    words = [
+        "--mode", "fully-async", "--rollout-data-transport", "straw", "--rollout-data-dir", tmp_path / "pool",
+        "--engine", engine.url, "--prompt-data", prompts, "--rollout-batch-size", 2, "--num-rollout", 1,
+        "--rollout-max-response-len", 9, "--rollout-worker-wait-seconds", 0,
+    ]  # fmt: skip
+    assert main(["rollout", *map(str, words)]) == 4
+    told = capsys.readouterr().err
+    assert f"no worker is there yet: start one or more with `strawq work {tmp_path}/pool --engine {engine.url} " in told
+    assert "--max-new-tokens 9" in told
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["--embedded-engine", "--mode", "sync", "--partial-rollout"], "--partial-rollout: --mode sync is without it"),
+        (["--embedded-engine", "--save-interval", 1], "--save-interval: needs --save"),
+        (["--embedded-engine", "--eval-interval", 1], "--eval-interval: needs --eval-prompt-data"),
+        (
+            ["--embedded-engine", "--eval-interval", 1, "--eval-prompt-data", "few", "/nowhere.jsonl"],
+            "/nowhere.jsonl cannot be read: [Errno 2] No such file or directory: '/nowhere.jsonl'; check --eval-prompt",
+        ),
         (["--rollout-bach-size", 3], "unrecognized arguments: --rollout-bach-size"),
         (["--engine", "http://127.0.0.1:9", "--embedded-engine"], "--embedded-engine starts an engine"),
         ([], "no engine: name one with --engine URL"),
@@ -247,7 +278,7 @@ def test_a_checkpoint_of_a_background_worker_has_what_was_in_its_hands(rollout, 
         (["--embedded-engine", "--over-sampling-batch-size", 1], "less than --rollout-batch-size"),
         (["--embedded-engine", "--mode", "sync", "--rollout-function-path", "a.b"], "leave one of them out"),
         (["--debug-train-only"], "say what to train on"),
-        (["--embedded-engine", "--prompt-data", "/nowhere.jsonl"], "/nowhere.jsonl cannot be read"),
+        (["--embedded-engine", "--prompt-data", "/nowhere.jsonl"], "; check --prompt-data"),
         (
             ["--embedded-engine", "--mode", "fully-async", "--rollout-data-transport", "straw", "--rollout-data-dir",
              "/tmp/nowhere", "--eval-interval", 1],
