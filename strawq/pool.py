@@ -190,23 +190,26 @@ class Pool:
         version: int = self.log.refresh(lambda machine: highest_number(machine.state.branch.meta))
         return version
 
-    def publish_version(self, version: str | int, *, request_id: str | None = None) -> None:
+    # `branch` in these three is for trainers: `BranchMoved`, and nothing happens, if the pool was rolled back since.
+
+    def publish_version(self, version: str | int, *, branch: str = "", request_id: str | None = None) -> None:
         """Record that the engines serve `version` from now on. A number must be above `highest_version()`, or it is
         `BadInput`: a version goes back only by a rollback."""
-        self.commit(c.PublishVersion(request=self.request(request_id), version=str(version)))
+        self.commit(c.PublishVersion(request=self.request(request_id), version=str(version), branch=branch))
 
-    def pause(self, reason: str = "", *, request_id: str | None = None) -> None:
-        """Stop admission: `acquire` answers `paused` everywhere until `resume`. Leases are kept."""
-        command = c.PauseAdmission(request=self.request(request_id), reason=reason, session=self.keeper.current)
-        self.commit(command)
+    def pause(self, reason: str = "", *, branch: str = "", request_id: str | None = None) -> None:
+        """Stop admission: `acquire` answers `paused` everywhere until `resume`, over rollbacks too. Leases are kept."""
+        request, session = self.request(request_id), self.keeper.current
+        self.commit(c.PauseAdmission(request=request, reason=reason, session=session, branch=branch))
 
     def acknowledge_pause(self) -> None:
         """Say that this process's engines have stopped."""
         self.commit(c.AcknowledgePause(request=self.new_request(), session=self.keeper.require()))
 
-    def resume(self, version: str | int | None = None, *, request_id: str | None = None) -> None:
+    def resume(self, version: str | int | None = None, *, branch: str = "", request_id: str | None = None) -> None:
         """Let admission go on, with a new policy version if one is given."""
-        self.commit(c.Resume(request=self.request(request_id), version="" if version is None else str(version)))
+        named = "" if version is None else str(version)
+        self.commit(c.Resume(request=self.request(request_id), version=named, branch=branch))
 
     # Lifetime.
 

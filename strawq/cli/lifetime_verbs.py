@@ -125,8 +125,10 @@ def rollback(
             return made
 
         made = once(open_pool, request_id, roll)
-    data = {"dry_run": False, "branch": made.branch, "target": target, "left": made.left}
-    return Answer(data, f"branch {made.branch} goes on from {target}; {made.left} is left as it is")
+        pause = open_pool.inspect().paused
+    data = {"dry_run": False, "branch": made.branch, "target": target, "left": made.left, "paused": pause is not None}
+    text = f"branch {made.branch} goes on from {target}; {made.left} is left as it is"
+    return Answer(data, text + f"; admission stays paused until `strawq resume {pool}`" * (pause is not None))
 
 
 def _describe(plan: RollbackPlan) -> str:

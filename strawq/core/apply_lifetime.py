@@ -77,8 +77,10 @@ def _rolled_back(state: State, event: e.RolledBack, seq: int, _where: Where) -> 
                 queue.tasks.put(key, replace(queue.tasks[key], session=""))
         for batch in queue.batches.values():
             queue.batches.put(batch.number, replace(batch, session=""))
+    # A pause holds until it is ended, wherever the log goes on; whoever has acknowledged it did so for other work.
+    pause = old.meta.pause
+    new.change(pause=replace(pause, acknowledged=()) if pause is not None else None, forgotten_seq=seq)
     # What was answered on the line that is left is not remembered on this one, but for what holds on every line.
-    new.change(pause=None, forgotten_seq=seq)
     if event.left:
         _carry_answers(old, new)
     parent = checkpoint.branch if checkpoint else event.target

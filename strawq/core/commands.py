@@ -135,11 +135,14 @@ class DropTasks(QueueCommand, frozen=True, kw_only=True, tag="drop_tasks"):
 
 class PublishVersion(Command, frozen=True, kw_only=True, tag="publish_version"):
     version: str
+    branch: str = ""
+    """The branch that the policy was trained on, if the version is only to be published there."""
 
 
 class PauseAdmission(Command, frozen=True, kw_only=True, tag="pause"):
     reason: str = ""
     session: str = ""
+    branch: str = ""
 
 
 class AcknowledgePause(Command, frozen=True, kw_only=True, tag="paused"):
@@ -149,6 +152,7 @@ class AcknowledgePause(Command, frozen=True, kw_only=True, tag="paused"):
 class Resume(Command, frozen=True, kw_only=True, tag="resume"):
     version: str = ""
     """A new policy version to publish in the same commit, if not empty."""
+    branch: str = ""
 
 
 class TakeCheckpoint(Command, frozen=True, kw_only=True, tag="checkpoint"):

@@ -311,6 +311,8 @@ def _drop_tasks(state: State, command: c.DropTasks) -> Answer:
 
 
 def _publish_version(state: State, command: c.PublishVersion) -> Answer:
+    if command.branch:
+        require_branch(state, command.branch)
     _require_version(state, command.version)
     if command.version == state.branch.meta.policy_version:
         return e.Refusal("done", f"policy version {command.version} is published already")
@@ -330,6 +332,8 @@ def _require_version(state: State, version: str) -> None:
 
 
 def _pause(state: State, command: c.PauseAdmission) -> Answer:
+    if command.branch:
+        require_branch(state, command.branch)
     if state.branch.meta.pause is not None:
         return e.Refusal("done", "admission is paused already")
     return e.Paused(reason=cut_text(command.reason), session=command.session)
@@ -344,6 +348,8 @@ def _acknowledge(state: State, command: c.AcknowledgePause) -> Answer:
 
 
 def _resume(state: State, command: c.Resume) -> Answer:
+    if command.branch:
+        require_branch(state, command.branch)
     if command.version:
         _require_version(state, command.version)
     if state.branch.meta.pause is None and command.version in ("", state.branch.meta.policy_version):

@@ -164,13 +164,14 @@ class PlainModel:
         self.checkpoints[name] = copy.deepcopy(self.rows)
 
     def roll_back(self, target: str, branch: str) -> None:
-        """A new branch as the target was, with nobody holding anything; the old one stays as it is."""
+        """A new branch as the target was, with nobody holding anything, paused as it is now; the old one stays as it
+        is."""
         rows = copy.deepcopy(self.checkpoints[target] if target in self.checkpoints else self.branches[target])
         for task in rows.tasks.values():
             task.session = ""
         for batch in rows.batches.values():
             batch.session = ""
-        rows.paused = False
+        rows.paused = self.rows.paused
         self.branches[branch], self.active = rows, branch
 
     def counts(self) -> TaskCounts:

@@ -314,8 +314,9 @@ class Book:
         source = self.kept.get(event.target) or self.branches[event.target]
         self.branches[self.branch] = self.line
         require(event.branch not in self.branches, f"branch {event.branch} was made twice")
+        paused = self.line.paused
         self.line, self.branch = copy.deepcopy(source), event.branch
-        self.line.paused = False
+        self.line.paused = paused
         for note in self.line.notes.values():
             note.lease = None
         for parcel in self.line.parcels.values():
