@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from strawq.core.image import meta_of_image
-from strawq.core.state import highest_number
 from strawq.errors import BadInput, BranchMoved, Contended
 from strawq.limits import NAME_BYTES
 from strawq.model import Checkpoint
@@ -55,14 +53,13 @@ class Restored(msgspec.Struct, frozen=True):
 
 class Standing(msgspec.Struct, frozen=True):
     """One look at the queue: the active branch, groups trained so far on it, groups of each open batch by consumer,
-    whether it was ever used, its policy version and the highest one that has a number."""
+    whether it was ever used."""
 
     branch: str
     trained: int
     open_batches: dict[str, int]
     used: bool
     policy_version: str
-    highest_version: int
 
 
 def read_standing(pool: Pool, queue_name: str) -> Standing:
@@ -71,9 +68,8 @@ def read_standing(pool: Pool, queue_name: str) -> Standing:
         queue = branch.queues[queue_name]
         batches = {batch.consumer: len(batch.tasks) for batch in queue.batches.values()}
         return Standing(
-            machine.state.active.row, queue.row.trained, batches, queue.row.submitted > 0, branch.meta.policy_version,
-            highest_number(branch.meta),
-        )  # fmt: skip
+            machine.state.active.row, queue.row.trained, batches, queue.row.submitted > 0, branch.meta.policy_version
+        )
 
     found: Standing = pool.log.refresh(view)
     return found
@@ -258,10 +254,10 @@ def _without_pair(pool: Pool, queue_name: str, asked: int | None, skipped: list[
     standing = read_standing(pool, queue_name)
     began = -1 if asked is None else asked
     start = next((point for point in pool.checkpoints() if point.name == START), None)
-    if start is not None and (standing.trained or _is_ahead(start, began + 1, standing)):
+    if start is not None and (standing.trained or _is_ahead(pool, start, began + 1)):
         logger.warning(
             "a model that was never saved had trained %d groups and published policy versions up to %d",
-            standing.trained, standing.highest_version,
+            standing.trained, pool.highest_version(),
         )  # fmt: skip
         return _begin_anew(pool, began, tuple(skipped))
     if start is None:
@@ -279,11 +275,11 @@ def _began_after(history: History) -> int:
     return found if isinstance(found, int) else -1
 
 
-def _is_ahead(point: Checkpoint, first: int, now: Standing) -> bool:
+def _is_ahead(pool: Pool, point: Checkpoint, first: int) -> bool:
     """Whether a model that was lost has published versions whose numbers the resumed one uses again: then the queue has
     to go back with it, since versions go back only through a rollback. One further than the checkpoint's (at least
     `first`) is the resumed one's own: its engines get it after it was saved."""
-    return now.highest_version > max(first, highest_number(meta_of_image(point.image))) + 1
+    return pool.highest_version() > max(first, pool.highest_version(point)) + 1
 
 
 def _begin_anew(pool: Pool, began: int, skipped: tuple[str, ...] = ()) -> Restored:
@@ -315,7 +311,7 @@ def _restore(
 ) -> Restored:
     now = read_standing(pool, queue_name)
     point = history.checkpoints[commit.checkpoint]
-    if _is_tip(commit, history, found) and _has_seen_all(commit, now) and not _is_ahead(point, 0, now):
+    if _is_tip(commit, history, found) and _has_seen_all(commit, now) and not _is_ahead(pool, point, 0):
         logger.info("going on after rollout %d with the queue as it is, on branch %s", commit.rollout_id, pool.branch())
         return Restored("same queue", commit.rollout_id, pool.branch(), commit.checkpoint, skipped)
     bindings = {"model": model_binding(commit)}
