@@ -7,7 +7,7 @@ go. It can die between any two of these and be run again. A floor is adopted, ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,7 +16,7 @@ from strawq.core import commands as c
 from strawq.core.machine import Machine
 from strawq.errors import Gone
 from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT, TRIM_ENTRIES
-from strawq.merging import bins, move_together, read_objects
+from strawq.merging import Read, bins, move_together
 from strawq.model import StoredObject
 from strawq.storage import layout
 from strawq.storage.failure import file_calls, storage_failed
@@ -86,12 +86,25 @@ def _move_inline(pool: Pool, floor: int) -> int:
         rows = pool.log.refresh(lambda machine: _inline_below(machine, floor))
         if not rows:
             return moved
-        for together in bins(read_objects(pool, rows, skip=(Gone,))):
+        for together in bins(_read_live(pool, rows)):
             moved += len(move_together(pool, together))
-    raise Gone(
-        f"objects that ride inside entries below {floor} cannot be moved out of them: {rows[0].ref.digest[:12]} in "
-        f"{layout.entry(rows[0].seq)}; `strawq verify` says what depends on them"
+    raise storage_failed(
+        "trim", "the log", OSError(f"objects inside entries below {floor} would not move in {_MOVE_TRIES} tries")
     )
+
+
+def _read_live(pool: Pool, rows: Iterable[StoredObject]) -> Iterator[Read]:
+    """The bytes of those that have not ended meanwhile. `Gone` for one that the state still reaches: reading has waited
+    for it, and another try would only wait again."""
+    for row in rows:
+        try:
+            data = pool.objects.read_checked(row)
+        except Gone as error:
+            now = pool.locate(row.ref.digest)
+            if now is not None and now.ref == row.ref:
+                raise Gone(f"{error}; the log is not trimmed: `strawq verify` says what depends on it") from error
+            continue
+        yield row, data
 
 
 def _inline_below(machine: Machine, floor: int) -> list[StoredObject]:

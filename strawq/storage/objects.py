@@ -23,8 +23,12 @@ from strawq.storage.failure import storage_failed
 from strawq.storage.files import Buffer
 from strawq.storage.staging import Staging
 
-_WAITS_SECONDS = (0.01, 0.05, 0.2, 0.5)
-"""A mount may show a fresh file late, or zeros for a while."""
+_WAITS_SECONDS = (0.01, 0.05, 0.2, 0.8)
+"""A mount may show a fresh file late, or zeros for a while. Together longer than `STALE_SECONDS`."""
+STALE_SECONDS = 1.0
+"""So long a client may look through a directory that another one has removed and made anew (JuiceFS's entry cache;
+longer caches are refused by the probe). What is still absent after that is not there."""
+ABSENT_KNOWN = 1024
 CACHE_BYTES = 16 << 20
 """Small, so that it is full soon: what is kept longer is mostly of groups that were trained."""
 DIRECTORIES_KNOWN = 64
@@ -64,6 +68,7 @@ class ObjectStore:
         self._directories: set[str] = set()
         self._cache: OrderedDict[str, bytes] = OrderedDict()
         self._cached = 0
+        self._absent_since: dict[str, float] = {}
 
     def stage_pack(self, pack: Pack) -> None:
         """Write the tensor file under a staging name, durably. `publish` gives it its real one; its digest is known
@@ -141,30 +146,54 @@ class ObjectStore:
 
     def read_checked(self, stored: StoredObject) -> bytes:
         """Like `read`, past the cache."""
-        error: StrawqError
-        waits = iter(_WAITS_SECONDS)
         while True:
-            name = self._name(stored)
+            path = _path(stored)
+            known = self._absent_since.get(path)
+            patient = known is not None and self._clock.monotonic() - known <= STALE_SECONDS
+            try:
+                data = self._look(stored, patient)
+                self._absent_since.pop(path, None)
+                return data
+            except FileNotFoundError:
+                # Moves are committed before the old place is cleared, so two looks at the log are enough: one when the
+                # name is missing, and one when it still is after all patience.
+                moved = self._locate(stored.ref.digest)
+                if moved is None:
+                    raise Gone(
+                        f"{_name(stored)} is not there: it has ended, and garbage collection has taken it"
+                    ) from None
+                if moved.ref.epoch > stored.ref.epoch:
+                    stored = moved
+                elif known is not None:
+                    raise Gone(
+                        f"{_name(stored)} is not there: it was removed by hand, or the mount has lost it"
+                    ) from None
+                else:
+                    if len(self._absent_since) >= ABSENT_KNOWN:
+                        self._absent_since.clear()
+                    self._absent_since[path] = self._clock.monotonic()
+
+    def _look(self, stored: StoredObject, patient: bool) -> bytes:
+        """The bytes at this place, checked. `FileNotFoundError`: at once, or after all waits if `patient`."""
+        error: StrawqError | FileNotFoundError
+        for wait in (*_WAITS_SECONDS, None):
             try:
                 data = self._read_bytes(stored)
                 if blake3.blake3(data).hexdigest() == stored.ref.digest:
                     return data
                 error = Damaged(
-                    f"{name} is damaged: its {len(data)} bytes do not match its name; `strawq verify` says what "
-                    "depends on it"
+                    f"{_name(stored)} is damaged: its {len(data)} bytes do not match its name; `strawq verify` says "
+                    "what depends on it"
                 )
-            except FileNotFoundError:
-                moved = self._locate(stored.ref.digest)
-                if moved is not None and moved.ref.epoch > stored.ref.epoch:
-                    stored = moved
-                    continue
-                error = Gone(f"{name} is not there: garbage collection has taken it, or it was removed by hand")
+            except FileNotFoundError as failure:
+                if not patient:
+                    raise
+                error = failure
             except OSError as failure:
-                error = storage_failed("read", name, failure)
-            wait = next(waits, None)
-            if wait is None:
-                raise error
-            self._clock.sleep(wait)
+                error = storage_failed("read", _name(stored), failure)
+            if wait is not None:
+                self._clock.sleep(wait)
+        raise error
 
     def _read_bytes(self, stored: StoredObject) -> bytes:
         ref = stored.ref
@@ -179,15 +208,6 @@ class ObjectStore:
             raise FileNotFoundError(layout.entry(stored.seq))
         return bytes(entry.payload[stored.offset : stored.offset + stored.ref.bytes])
 
-    @staticmethod
-    def _name(stored: StoredObject) -> str:
-        ref = stored.ref
-        if ref.file:
-            return f"object {ref.digest[:12]} in {layout.record_file(ref.epoch, ref.file)}"
-        if ref.epoch:
-            return f"object {layout.record_file(ref.epoch, ref.digest)}"
-        return f"object {ref.digest[:12]} in log entry {layout.entry(stored.seq)}"
-
     def remember(self, digest: str, data: bytes) -> None:
         """Keep bytes whose digest is known to be `digest`, for the next `read`: what was just written here is often
         what is worked on next."""
@@ -199,3 +219,15 @@ class ObjectStore:
                 self._cached += len(data)
             while self._cached > CACHE_BYTES:
                 self._cached -= len(self._cache.popitem(last=False)[1])
+
+
+def _path(stored: StoredObject) -> str:
+    ref = stored.ref
+    return layout.record_file(ref.epoch, ref.file or ref.digest) if ref.epoch else layout.entry(stored.seq)
+
+
+def _name(stored: StoredObject) -> str:
+    ref, path = stored.ref, _path(stored)
+    if ref.epoch and not ref.file:
+        return f"object {path}"
+    return f"object {ref.digest[:12]} in {path if ref.epoch else f'log entry {path}'}"

@@ -208,7 +208,7 @@ MUTANTS = (
     _mutant("decided on a catch-up that failed", "a ghost is built upon",
         (REPLAY + "Replay._catch_up", "self._at_end = False", "pass")),
     _mutant("digest not checked on read", "a flipped bit reaches a batch",
-        (OBJECTS + "read_checked", "blake3.blake3(data).hexdigest() == stored.ref.digest", "True")),
+        (OBJECTS + "_look", "blake3.blake3(data).hexdigest() == stored.ref.digest", "True")),
     _mutant("entry digest not checked", "a flipped bit reaches the state",
         ("strawq.storage.sealed:unseal", "data[end + 1 : end + 1 + len(second)] != second", "False")),
     _mutant("rename over the name instead of exclusive publish", "two processes win one number",
