@@ -27,6 +27,12 @@ def _place(url: str) -> tuple[Any, str]:
     return filesystem, path
 
 
+def _is_local(filesystem: Any) -> bool:
+    from fsspec.implementations.local import LocalFileSystem
+
+    return isinstance(filesystem, LocalFileSystem)
+
+
 @contextmanager
 def _named(verb: str, url: str) -> Iterator[None]:
     try:
@@ -61,18 +67,24 @@ def open_remote(url: str, name: str) -> Iterator[Any]:
 
 
 def write_remote(url: str, name: str, pieces: Iterable[Buffer]) -> None:
-    """Write the file `name` below `url`; it appears whole or not at all where the file system can do that."""
-    with create_remote(f"{url.rstrip('/')}/{name}") as file:
+    """Write the file `name` below the directory `url`, which is made; it appears whole or not at all where the file
+    system can do that."""
+    with create_remote(f"{url.rstrip('/')}/{name}", make_directory=True) as file:
         for piece in pieces:
             file.write(piece)
 
 
 @contextmanager
-def create_remote(url: str) -> Iterator[Any]:
-    """A new file at `url`, open for writing. If the block fails, nothing is there afterwards."""
+def create_remote(url: str, *, make_directory: bool = False) -> Iterator[Any]:
+    """A new file at `url`, open for writing. If the block fails, nothing is there afterwards.
+
+    On this machine the file's directory must be there (else `BadInput`): a path that was mistyped is not made true.
+    Elsewhere a directory is mostly no more than a part of names, and is made."""
     filesystem, path = _place(url)
     with _named("write", url):
         parent = filesystem._parent(path)
+        if not make_directory and _is_local(filesystem) and not filesystem.isdir(parent):
+            raise BadInput(f"{url} cannot be written: there is no directory {parent}; make it, or correct the path")
         if parent:
             filesystem.makedirs(parent, exist_ok=True)
         file = filesystem.open(path, "wb", autocommit=False)
