@@ -35,6 +35,13 @@ def work_command(pool: str, options: WorkerOptions) -> str:
     return shlex.join(words)
 
 
+def typed_names() -> dict[str, str]:
+    """What is typed for each parameter of the verb: `--group-size` for `samples`."""
+    hints = get_type_hints(work, include_extras=True)
+    infos = {name: hints[name].__metadata__[0] for name in inspect.signature(work).parameters if name != "pool"}
+    return {name: _typed(info).partition("/")[0] for name, info in infos.items()}
+
+
 def _plain(value: Any) -> Any:
     """So that None, an empty text, list or object, 0 and False are all the same: nothing."""
     return (list(value) if isinstance(value, tuple) else value) or None

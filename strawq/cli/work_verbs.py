@@ -165,16 +165,18 @@ def work(
     groups_max: Annotated[int, typer.Option("--groups-max", help="End after so many groups (0: no bound).")] = 0,
     log_seconds: Annotated[float, typer.Option("--log-seconds", help="Between lines of the log (see -v).")] = 10.0,
 ) -> Answer:
-    """Lease groups, generate them with engines, hand them in, until the queue is sealed and used up.
+    """Lease groups, generate them with engines, hand them in.
 
-    SIGTERM or Ctrl-C ends it in good order: prefixes are saved, leases given back (exit code 0). A second one ends it
-    at once; then the leases expire, and what was saved stays. Exit code 4 if no engine answers.
+    It ends when the queue is sealed and used up. SIGTERM or Ctrl-C ends it in good order: prefixes are saved, leases
+    given back (exit code 0). A second one ends it at once; then the leases expire, and what was saved stays. Exit
+    code 4 if no engine answers.
     """
     given = dict(locals())  # parameters are named as the fields of WorkerOptions, but for these
     for name in (
         "pool",
         "engine",
         "queue",
+        "sample_hooks",
         "processes",
         "ray",
         "ray_address",
@@ -187,17 +189,21 @@ def work(
     _check_launch(ray, ray_address, processes, workers, worker_index)
     with opened(pool, role=role) as open_pool:
         chosen = pick_queue(open_pool, queue).name
+    from strawq.cli.work_command import typed_names
+    from strawq_workers.worker.option_names import named_as
     from strawq_workers.worker.options import WorkerOptions
 
-    options = WorkerOptions(
-        **{**given, "stop": tuple(stop), "stop_token_ids": tuple(stop_token_ids), "sample_hooks": tuple(sample_hooks)},
-        engines=tuple(engine),
-        queue=chosen,
-        workers=workers,
-        api_key=api_key or None,
-        sampling_extra=_json_object(sampling_extra, "--sampling-extra"),
-        hook_args=_json_object(hook_args, "--hook-args"),
-    )
+    with named_as(typed_names()):
+        options = WorkerOptions(
+            **{**given, "stop": tuple(stop), "stop_token_ids": tuple(stop_token_ids)},
+            sample_hooks=tuple(sample_hooks),
+            engines=tuple(engine),
+            queue=chosen,
+            workers=workers,
+            api_key=api_key or None,
+            sampling_extra=_json_object(sampling_extra, "--sampling-extra"),
+            hook_args=_json_object(hook_args, "--hook-args"),
+        )
     if ray:
         from strawq.cli.work_processes import run_on_cluster
 
@@ -258,11 +264,11 @@ def collect(
     ] = False,
     as_json: bool = False,
 ) -> Answer:
-    """Take batches of complete groups and write them as JSON lines, one for each group.
+    """Take batches of complete groups, as JSON lines.
 
-    A batch is finished when its lines are durable in the file (or written to stdout). A file that is there is
-    continued: no batch is written twice. With --json and without --out the groups are in the object, as `records`.
-    Exit code 4 if there are not enough groups before the timeout.
+    Each group is a line. A batch is finished when its lines are durable in the file (or written to stdout). A file
+    that is there is continued: no batch is written twice. With --json and without --out the groups are in the object,
+    as `records`. Exit code 4 if there are not enough groups before the timeout.
     """
     from strawq.errors import BadInput
 

@@ -72,7 +72,7 @@ def evaluation_options(args: Any) -> WorkerOptions:
     """The worker's options of these args, with what slime's evaluation flags change."""
     options = options_of(args)
     if options.group_reward:
-        raise BadInput("evaluation scores samples one by one: group_rm is not supported for it")
+        raise BadInput("evaluation scores samples one by one: --group-rm is not supported for it")
     changes = {to: value for name, to in EVAL_OPTIONS.items() if (value := getattr(args, name, None)) is not None}
     return msgspec.structs.replace(
         options,

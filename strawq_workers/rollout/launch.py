@@ -18,7 +18,7 @@ from strawq.errors import BadInput
 from strawq_workers.processes import Children
 from strawq_workers.rollout.debug_data import archive_path
 from strawq_workers.rollout.effects import Run, without_effect
-from strawq_workers.rollout.evaluation import datasets
+from strawq_workers.rollout.evaluation import datasets, evaluation_options
 from strawq_workers.rollout.on_pool import WORKER_ROLE, live_workers
 from strawq_workers.rollout.settings import engine_urls, local_workers, options_of, straw_source
 from strawq_workers.rollout.trainer import ReferenceTrainer, Trained, TrainingSummary, replay
@@ -38,6 +38,7 @@ log = logging.getLogger("strawq.rollout")
 
 SYNC, PARTIAL, FULLY_ASYNC = "sync", "partial", "fully-async"
 ENGINE_START_S = 60.0
+NOT_YET = "http://127.0.0.1"  # the embedded engine, before it has an address
 FUNCTIONS = {
     SYNC: "strawq_workers.slime.generate_rollout",
     PARTIAL: "strawq_workers.slime.generate_rollout",
@@ -115,8 +116,7 @@ def run_rollouts(
         raise BadInput("--embedded-engine starts an engine: leave out --engine, or use the engines that you name")
     if not embedded_engine and not urls and not args.sglang_router_ip:
         raise BadInput("no engine: name one with --engine URL, or start one with --embedded-engine")
-    if args.eval_interval and rollout_function_path(args, evaluation=True).startswith("strawq_workers."):
-        datasets(args)  # what is wrong with them is said now, and not after some rollouts
+    _check_options(args, urls)
     with contextlib.ExitStack() as stack:
         if embedded_engine:
             urls = [_start_engine(args, stack)]
@@ -139,6 +139,17 @@ def run_rollouts(
                 "the rollout start them (--rollout-workers N)"
             )
         return ReferenceTrainer(args, data_source, mode, told).run()
+
+
+def _check_options(args: Any, urls: Sequence[str]) -> None:
+    """What the rollout functions would find wrong with their options and data later is said now."""
+    asked = argparse.Namespace(**vars(args))
+    asked.rollout_engines = list(urls) or ([NOT_YET] if not args.sglang_router_ip else None)
+    if args.rollout_function_path.startswith("strawq_workers."):
+        options_of(asked)
+    if args.eval_interval and rollout_function_path(args, evaluation=True).startswith("strawq_workers."):
+        evaluation_options(asked)
+        datasets(asked)
 
 
 def _start_engine(args: Any, stack: contextlib.ExitStack) -> str:

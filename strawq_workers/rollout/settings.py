@@ -22,6 +22,9 @@ class StrawSource(Protocol):
     pool: Pool
     queue_name: str
 
+    @property
+    def branch(self) -> str: ...
+
     def fill(self, count: int) -> int: ...
 
     def collect(
@@ -73,7 +76,7 @@ def batch_size(args: Any) -> int:
     """Groups of a batch."""
     count = getattr(args, "rollout_batch_size", None)
     if not isinstance(count, int) or count < 1:
-        raise BadInput(f"rollout_batch_size is {count}; a batch has at least one prompt")
+        raise BadInput(f"--rollout-batch-size is {count}; a batch has at least one prompt")
     return count
 
 

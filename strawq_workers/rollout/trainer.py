@@ -81,7 +81,7 @@ class ReferenceTrainer:
         self.mode = mode
         self.told = told
         self._generate = rollout_function(str(getattr(args, "rollout_function_path", None) or ""), mode)
-        self._answer = rollout_function(rollout_function_path(args, evaluation=True), "sync")
+        self._answer = rollout_function(rollout_function_path(args, evaluation=True), "sync", "--eval-function-path")
         self._trains = not getattr(args, "debug_rollout_only", False)
         self._warned = False
 
@@ -257,14 +257,14 @@ def trained_on(groups: list[list[Any]], *, started: float, **fields: Any) -> Tra
     )
 
 
-def rollout_function(path: str, mode: str) -> RolloutFunction:
-    """The user's rollout function at this path, else that of the mode."""
+def rollout_function(path: str, mode: str, option: str = "--rollout-function-path") -> RolloutFunction:
+    """The user's rollout function at this path, which `option` names, else that of the mode."""
     if path and not path.startswith("strawq_workers."):
         module, _, name = path.replace(":", ".").rpartition(".")
         try:
             found: RolloutFunction = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise BadInput(f"--rollout-function-path {path}: {error}") from error
+            raise BadInput(f"{option} {path}: {error}") from error
         return found
     return generate_rollout_fully_async if mode == "fully-async" else generate_rollout
 

@@ -19,6 +19,7 @@ from typing import Any
 from strawq.errors import BadInput
 from strawq_workers.slime.exactness import json_exact
 from strawq_workers.slime.flags import GROUPS, IMAGES, NOT_TAKEN, REWARD, Flag, all_flags
+from strawq_workers.worker.option_names import named_as
 from strawq_workers.worker.options import WorkerOptions
 
 log = logging.getLogger("strawq.slime")
@@ -31,11 +32,31 @@ _AT_LEAST_ONE = (
     "rollout_batch_size", "n_samples_per_prompt", "over_sampling_batch_size", "global_batch_size",
     "num_steps_per_rollout", "num_rollout", "num_epoch", "rollout_max_response_len", "rollout_max_context_len",
     "rollout_max_prompt_len", "score_centering_top_k", "n_samples_per_eval_prompt", "eval_interval", "save_interval",
-    "sglang_server_concurrency", "max_concurrent_samples",
+    "eval_max_response_len", "eval_max_context_len", "sglang_server_concurrency", "max_concurrent_samples",
 )  # fmt: skip
 _POSITIVE = ("rollout_queue_lease_seconds", "rollout_queue_segment_mib", "rollout_io_concurrency")
 _NOT_NEGATIVE = ("start_rollout_id", "ckpt_step", "max_staleness", "rollout_save_tokens", "rollout_save_seconds",
-                 "rollout_workers", "rollout_worker_wait_seconds")  # fmt: skip
+                 "rollout_workers", "rollout_worker_wait_seconds", "eval_temperature")  # fmt: skip
+
+_RENAMED = {
+    "samples": "n_samples_per_prompt", "concurrency": "sglang_server_concurrency",
+    "max_new_tokens": "rollout_max_response_len", "max_context_tokens": "rollout_max_context_len",
+    "temperature": "rollout_temperature", "top_p": "rollout_top_p", "top_k": "rollout_top_k", "stop": "rollout_stop",
+    "stop_token_ids": "rollout_stop_token_ids", "skip_special_tokens": "rollout_skip_special_tokens",
+    "top_logprobs": "score_centering_top_k", "routed_experts": "use_rollout_routing_replay",
+    "save_tokens": "rollout_save_tokens", "save_seconds": "rollout_save_seconds", "batch_groups": "rollout_batch_size",
+    "generate": "custom_generate_function_path", "sample_hooks": "rollout_sample_hook_path",
+    "reward": "custom_rm_path", "group_reward": "group_rm", "dynamic_filter": "dynamic_sampling_filter_path",
+    "tokenize": "rollout_tokenize_path", "detokenize": "rollout_detokenize_path",
+    "pause_policy": "rollout_pause_policy", "online_gc": "rollout_queue_online_gc",
+    "lease_seconds": "rollout_queue_lease_seconds", "io_concurrency": "rollout_io_concurrency",
+}  # fmt: skip
+TYPED = {
+    field: "--" + _RENAMED.get(field, field).replace("_", "-")
+    for field in WorkerOptions.__struct_fields__
+    if _RENAMED.get(field, field) in DEFAULTS
+}
+"""Fields of a worker's options -> the flags that they come from."""
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -185,11 +206,15 @@ def _check_sampling(args: Any) -> None:
         raise BadInput(
             "--rollout-temperature must be > 0; temperature 0 is greedy decoding and is not a valid RL policy."
         )
-    if not 0 < value_of(args, "rollout_top_p") <= 1:
-        raise BadInput(f"--rollout-top-p must be above 0 and at most 1, not {value_of(args, 'rollout_top_p')}")
-    top_k = value_of(args, "rollout_top_k")
-    if top_k == 0 or top_k < -1:
-        raise BadInput(f"--rollout-top-k must be at least 1, or -1 for all tokens, not {top_k}")
+    for kind in ("rollout", "eval"):
+        top_p, top_k = value_of(args, f"{kind}_top_p"), value_of(args, f"{kind}_top_k")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise BadInput(f"--{kind}-top-p must be above 0 and at most 1, not {top_p}")
+        if top_k is not None and (top_k == 0 or top_k < -1):
+            raise BadInput(f"--{kind}-top-k must be at least 1, or -1 for all tokens, not {top_k}")
+    for token in value_of(args, "rollout_stop_token_ids") or ():
+        if token < 0:
+            raise BadInput(f"--rollout-stop-token-ids are not negative: {token}")
     context, prompt = value_of(args, "rollout_max_context_len"), value_of(args, "rollout_max_prompt_len")
     if context and prompt and prompt >= context:
         raise BadInput(
@@ -242,6 +267,11 @@ def worker_options(args: Any, engines: Sequence[str]) -> WorkerOptions:
     validate_rollout_arguments(args)
     if getattr(args, "rm_type", None) and not value_of(args, "custom_rm_path"):
         raise BadInput(f"--rm-type {args.rm_type} {REWARD}")
+    with named_as(TYPED):
+        return _worker_options(args, engines)
+
+
+def _worker_options(args: Any, engines: Sequence[str]) -> WorkerOptions:
     partial = _goes_on(args)
     staleness = value_of(args, "max_staleness")
     in_place = value_of(args, "flush_cache_interval") != 1

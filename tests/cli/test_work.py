@@ -158,12 +158,12 @@ def test_an_engine_that_is_not_there(processes: int, filled: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--group-size", 0), "samples is 0"),
+        (("--group-size", 0), "--group-size is 0"),
         (("--temperature", -1), "Invalid value for '--temperature'"),
         (("--sampling-extra", "[]"), "--sampling-extra is not a JSON object"),
         (("--hook-args", "{"), "--hook-args is not a JSON object"),
-        (("--workers", 2, "--worker-index", 2), "worker_index is 2"),
-        (("--processes", 3, "--workers", 2), "worker_index is 2"),
+        (("--workers", 2, "--worker-index", 2), "--worker-index is 2"),
+        (("--processes", 3, "--workers", 2), "--worker-index is 2"),
         (("--reward", "no.such:hook"), "no.such"),
         (("--queue", "absent"), "there is no queue 'absent'"),
         (("--engine", "not a url"), "not a url"),

@@ -66,7 +66,7 @@ def test_a_prompt_that_cannot_be_scored_fails_the_evaluation_with_its_reason(sou
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"eval_prompt_data": None}, "--eval-prompt-data NAME FILE"), ({"group_rm": True}, "group_rm is not supported")],
+    [({"eval_prompt_data": None}, "--eval-prompt-data NAME FILE"), ({"group_rm": True}, "--group-rm is not supported")],
 )
 def test_evaluation_that_cannot_be_done_is_refused(source_of, questions, changes, words):
     source = source_of("object-store")
