@@ -60,6 +60,7 @@ def _fresh(given: Submission) -> Iterator[Task]:
 
 def export_queue(pool: Pool, queue: str, url: str, *, ready: bool = True) -> Exported:
     """Write the live groups of a queue to a Parquet file at `url`. They are pinned for as long as that takes."""
+    _require_parquet(url)
     pool.queue(queue)
     groups = live_groups(pool, queue, ready=ready)
     pool.pin("export", groups)
@@ -69,13 +70,17 @@ def export_queue(pool: Pool, queue: str, url: str, *, ready: bool = True) -> Exp
         pool.unpin("export")
 
 
+def _require_parquet(url: str) -> None:
+    if not url.endswith(".parquet"):
+        raise BadInput(f"{url} does not end in .parquet, the only format that there is")
+
+
 def write_parquet(groups: Iterable[Group], url: str) -> Exported:
     """Write groups to a Parquet file at `url`; it appears whole or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if not url.endswith(".parquet"):
-        raise BadInput(f"{url} does not end in .parquet, the only format that there is")
+    _require_parquet(url)
     schema = _schema()
     total = samples = rows = 0
     with create_remote(url) as file, pq.ParquetWriter(file, schema) as writer:

@@ -314,11 +314,11 @@ class Queue:
         return counts
 
     def dead_letters(self) -> list[Task]:
-        """Tasks that have used up their attempts, with the reason of the last one."""
+        """Tasks that have used up their attempts, with the reason of the last one, in order of submission."""
         tasks: list[Task] = self._look(
             lambda state: [task for task in state.branch.queues[self.name].tasks.values() if task.failed]
         )
-        return tasks
+        return sorted(tasks, key=lambda task: task.order)
 
     def retry_failed(self, tasks: Sequence[str], *, request_id: str | None = None) -> tuple[str, ...]:
         """Send dead letters back to work; returns those that were."""

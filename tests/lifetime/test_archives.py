@@ -91,6 +91,13 @@ def test_a_place_that_is_taken_between_the_look_and_the_copy_keeps_nothing(
     assert run("archive", "ls", pool, "--json").data["archives"] == []
 
 
+def test_an_export_that_is_refused_leaves_no_trace_in_the_log(run: Run, pool: Path, tmp_path: Path) -> None:
+    ready(pool, 1)
+    head = run("inspect", pool, "--json").data["head_seq"]
+    assert "does not end in .parquet" in run("export", pool, tmp_path / "x.csv", code=2).err
+    assert run("inspect", pool, "--json").data["head_seq"] == head
+
+
 def test_loading_names_what_there_is(run: Run, pool: Path, tmp_path: Path) -> None:
     assert "is a pool: name one of its archives (archives: none)" in run("archive", "load", pool, code=2).err
     ready(pool, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strawq import Pool
+from strawq import Pool, Prompt
 from tests.cli.conftest import Run
 
 
@@ -46,7 +46,12 @@ def test_what_came_later_is_shown_later(run: Run, pool: Path) -> None:
             opened.checkpoint(name)
         for _ in range(10):
             opened.rollback("rollout-1")
+        opened.queue().submit([Prompt(text=f"p{number}") for number in range(12)])
+        for lease in opened.queue().acquire(12):
+            opened.queue().fail(opened.queue().open(lease), "hopeless", retryable=False)
     shown = run("inspect", pool, "--json").data
+    failed = run("failed", "list", pool, "--json").data["failed"]
+    assert [row["task"] for row in failed] == [f"1-{number}" for number in range(12)]
     assert [row["name"] for row in shown["checkpoints"]] == names
     assert [row["name"] for row in run("checkpoint", pool, "--list", "--json").data["checkpoints"]] == names
     assert [row["name"] for row in shown["branches"]] == [*(f"branch-{number}" for number in range(2, 12)), "main"]
