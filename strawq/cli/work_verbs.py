@@ -228,6 +228,10 @@ def _check_launch(ray: bool, ray_address: str, processes: int, workers: int, wor
         raise BadInput(
             "--ray starts one worker on each node and counts them: leave --processes, --workers, --worker-index away"
         )
+    if processes > 1 and workers and worker_index + processes > workers:
+        raise BadInput(
+            f"--processes {processes} from --worker-index {worker_index} on are more than --workers {workers}"
+        )
 
 
 def _json_object(text: str, option: str) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def test_an_engine_that_is_not_there(processes: int, filled: Path) -> None:
         (("--sampling-extra", "[]"), "--sampling-extra is not a JSON object"),
         (("--hook-args", "{"), "--hook-args is not a JSON object"),
         (("--workers", 2, "--worker-index", 2), "--worker-index is 2"),
-        (("--processes", 3, "--workers", 2), "--worker-index is 2"),
+        (("--processes", 3, "--workers", 2), "--processes 3 from --worker-index 0 on are more than --workers 2"),
         (("--reward", "no.such:hook"), "no.such"),
         (("--queue", "absent"), "there is no queue 'absent'"),
         (("--engine", "not a url"), "not a url"),
