@@ -29,6 +29,7 @@ from strawq_workers.sglang.refusal import refusal_in_stream
 from strawq_workers.sglang.segment import Segment, empty_segment, segment_of, segment_of_cut
 from strawq_workers.sglang.stream import FrameParser
 from strawq_workers.sglang.transport import Transport
+from strawq_workers.sglang.trials import Record
 from strawq_workers.sglang.wire import (
     Chunk,
     GenerateRequest,
@@ -40,8 +41,9 @@ from strawq_workers.sglang.wire import (
 log = logging.getLogger("strawq.engines")
 
 PauseMode = Literal["abort", "in_place", "retract"]
-State = Literal["new", "up", "held", "down"]
-"""`held`: it answers but takes no new request (paused, warming up, or stopping): SGLang's `/ready` is 503 then."""
+State = Literal["new", "up", "held", "down", "aside"]
+"""`held`: it answers but takes no new request (paused, warming up, or stopping): SGLang's `/ready` is 503 then.
+`aside`: it lives, and its answers make no sense."""
 
 RID_BYTES = 16
 HELD_KEPT = 4096
@@ -66,6 +68,7 @@ class EngineClient:
         self.unusable: StrawqError | None = None
         self.ready_path = "/ready"
         self.doubted = asyncio.Event()
+        self.record = Record(self.options.trial_s)
         self.controllers: Callable[[], Sequence[EngineClient]] = lambda: [self]
         self._given_shape = shape
         self._shape: ModelShape | None = shape
@@ -141,6 +144,7 @@ class EngineClient:
             status, _ = await self.transport.control_status("GET", path, timeout_s=self.options.probe_timeout_s)
             if self.state in ("new", "down"):
                 await self.connect()
+                self.record.due = 0.0  # it may be another process by now
             elif status == 404:  # an engine without this path shows that it lives by any answer
                 await self.model_info()
         except StrawqError as failed:
@@ -163,20 +167,21 @@ class EngineClient:
         held = status == 503 or (self.paused is not None and not self._ready_tells)
         if held:
             self.last_error = f"GET {self.url}{path}: status {status}, it is paused, starting or stopping"
-        self._move("held" if held else "up")
+        self._move("held" if held else "aside" if self.record.aside else "up")
 
     def _move(self, state: State) -> None:
         if state != self.state:
             # An engine that goes away, and that comes back, is news for whoever watches the worker.
-            level = logging.WARNING if "down" in (state, self.state) else logging.INFO
-            why = f": {self.last_error}" if state == "down" else f", weight version {self.model.version!r}"
+            away = ("down", "aside")
+            level = logging.WARNING if state in away or self.state in away else logging.INFO
+            why = f": {self.last_error}" if state in away else f", weight version {self.model.version!r}"
             log.log(level, "engine %s is %s (was %s)%s", self.url, state, self.state, why)
         self.state = state
 
-    def doubt(self, error: EngineUnavailable) -> None:
-        """A request failed here: no further one is sent until a probe has found the engine well."""
+    def doubt(self, error: StrawqError, state: State = "down") -> None:
+        """A request failed here: no further one is sent until a probe (`aside`: a trial) has found the engine well."""
         self.last_error = str(error)
-        self._move("down")
+        self._move(state)
         self.doubted.set()
 
     # -- generation ---------------------------------------------------------------------------------------------

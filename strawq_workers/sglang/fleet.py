@@ -2,7 +2,8 @@
 return.
 
 The rule: a passing failure is retried, here or elsewhere, until `retry_s` is over, and a permanent one never. Requests
-beyond `concurrency` per engine wait in this process. Controls (abort, pause, weights) go to *every* engine directly,
+beyond `concurrency` per engine wait in this process. What makes no sense is asked of another engine, and counts
+against the one that answered so (`trials`). Controls (abort, pause, weights) go to *every* engine directly,
 because a router does not pass them on; one that cannot be reached is named in an error, and one that is dead
 is paused on its return, before it gets work.
 
@@ -16,19 +17,18 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from typing import Any
 
-import numpy as np
-
-from strawq.errors import BadInput, EngineUnavailable, StrawqError
+from strawq.errors import BadInput, EngineUnavailable, Misaligned, StrawqError
 from strawq_workers.sglang.client import EngineClient, PauseMode
 from strawq_workers.sglang.flight import AbortUnconfirmed, AnyOf, StopSignal, sleep_or
 from strawq_workers.sglang.info import RouterWorker, RouterWorkers, decode_info
 from strawq_workers.sglang.options import EngineOptions
 from strawq_workers.sglang.segment import Segment, empty_segment
 from strawq_workers.sglang.transport import Transport
-from strawq_workers.sglang.wire import GenerateRequest, ModelShape, Sampling, check_request
+from strawq_workers.sglang.trials import blame, passes_routes, try_again
+from strawq_workers.sglang.wire import GenerateRequest, ModelShape, check_request
 from strawq_workers.telling import Telling
 
 log = logging.getLogger("strawq.engines")
@@ -132,7 +132,7 @@ class Fleet:
             raise self._nobody()
         for url, router in self._routers.items():
             await router.probe()
-            await self._try_routes_through(url, router)
+            self._router_passes_routes[url] = await passes_routes(router, self.shape)
 
     async def _adopt(self, url: str) -> None:
         workers = await self._workers_of(url)
@@ -188,6 +188,7 @@ class Fleet:
                 await asyncio.sleep(self.options.backoff_s * (0.5 + random.random() / 2))
             engine.doubted.clear()
             await self._probe(engine)
+            await try_again(engine)
 
     async def _probe(self, engine: EngineClient) -> None:
         was = engine.state
@@ -215,30 +216,14 @@ class Fleet:
             except StrawqError as failed:
                 log.info("router %s: %s", router.url, failed)
 
-    async def _try_routes_through(self, url: str, router: EngineClient) -> None:
-        shape = self.shape
-        self._router_passes_routes[url] = False
-        if not (shape.layers and shape.topk):
-            return
-        ids = np.zeros(1, dtype=np.int32)
-        trial = GenerateRequest(
-            input_ids=ids, sampling=Sampling(max_new_tokens=1, ignore_eos=True), routed_experts=True
-        )
-        try:
-            segment = await asyncio.wait_for(router.attempt(trial), self.options.control_timeout_s)
-            self._router_passes_routes[url] = segment.routed_experts is not None
-        except (StrawqError, asyncio.TimeoutError) as failed:
-            log.warning(
-                "router %s gives no routed experts, requests for them go to the engines directly: %s", url, failed
-            )
-
     # -- generation ---------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest, stop: StopSignal | None = None) -> Segment:
         """The answer to one request from whichever engine is free.
 
         When `stop` is set, or on `abort_all`, the request ends as a segment with finish "abort" and the tokens made so
-        far. Raises `BadInput`, `Misaligned`, or `EngineUnavailable` once passing failures have lasted for `retry_s`."""
+        far. Raises `BadInput`, `Misaligned` (the answers of every engine that is up make no sense), or
+        `EngineUnavailable` once passing failures have lasted for `retry_s`."""
         check_request(request, self._given_shape or self.shape)
         halt = asyncio.Event()
         signal: StopSignal = halt if stop is None else AnyOf(halt, stop)
@@ -251,13 +236,24 @@ class Fleet:
     async def _retrying(self, request: GenerateRequest, stop: StopSignal) -> Segment:
         clock = asyncio.get_running_loop().time
         end, delay = clock() + self.options.retry_s, self.options.backoff_s
+        avoid: set[str] = set()
         while True:
-            engine = await self._claim(request, stop, end)
+            engine = await self._claim(request, stop, end, avoid)
             if engine is None:
                 return empty_segment(request, "abort")
             sent = clock()
             try:
-                return await engine.attempt(request, stop)
+                segment = await engine.attempt(request, stop)
+                if segment.finish != "abort":
+                    engine.record.sound()
+                return segment
+            except Misaligned as wrong:
+                avoid.add(engine.url)
+                others = [other.url for other in self.engines if other.state == "up" and other.url not in avoid]
+                blame(engine, request, wrong, others)
+                if not others:
+                    raise
+                continue
             except EngineUnavailable as failed:
                 if stop.is_set():
                     raise AbortUnconfirmed(str(failed), engine.url) from failed
@@ -276,7 +272,9 @@ class Fleet:
             await sleep_or(stop, delay * (0.5 + random.random() / 2))
             delay = min(2 * delay, self.options.backoff_max_s)
 
-    async def _claim(self, request: GenerateRequest, stop: StopSignal, end: float) -> EngineClient | None:
+    async def _claim(
+        self, request: GenerateRequest, stop: StopSignal, end: float, avoid: Set[str]
+    ) -> EngineClient | None:
         """An engine with a free slot, or None if `stop` came first. Waits as long as some engine is up and merely
         full."""
         clock = asyncio.get_running_loop().time
@@ -284,12 +282,12 @@ class Fleet:
         while not stop.is_set():
             if self._closed:
                 raise EngineUnavailable("the fleet was closed")
-            engine = self._choose(request)
+            engine = self._choose(request, avoid)
             if engine is not None:
                 engine.claimed += 1
                 return engine
             # Engines that are full or paused are waited for as long as a request may take, and cost no retry.
-            alive = any(engine.state in ("up", "held") for engine in self.engines)
+            alive = any(engine.state in ("up", "held") and engine.url not in avoid for engine in self.engines)
             limit = max(end, started + self.options.request_timeout_s) if alive else end
             if clock() >= limit:
                 raise self._nobody()
@@ -308,7 +306,7 @@ class Fleet:
                     self._wake(1)  # the slot that this one was woken for is somebody else's now
         return None
 
-    def _choose(self, request: GenerateRequest) -> EngineClient | None:
+    def _choose(self, request: GenerateRequest, avoid: Set[str]) -> EngineClient | None:
         plain = not request.sampling.extra and request.sampling.seed is None and not request.top_logprobs
         up = sum(engine.state == "up" for engine in self.engines)
         for url, router in self._routers.items():
@@ -317,10 +315,12 @@ class Fleet:
                 self.options.prefer_router
                 and passes
                 and router.state == "up"
+                and url not in avoid
                 and router.claimed < up * self.options.concurrency
             ):
                 return router
-        free = [e for e in self.engines if e.state == "up" and e.claimed < self.options.concurrency]
+        usable = [e for e in self.engines if e.state == "up" and e.url not in avoid]
+        free = [e for e in usable if e.claimed < self.options.concurrency]
         if not free:
             return None
         self._turn += 1

@@ -13,7 +13,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `stream`: None streams where the engine sends increments (a broken connection then frees the engine at once, and
     keeps the tokens); cumulative streams cost O(n²) bytes, so such engines are asked for whole answers. `retry_s`
     bounds how long one request is retried over passing failures. An engine is dead after `dead_after` failed probes in
-    a row; its requests go elsewhere."""
+    a row; its requests go elsewhere. One that is set aside because its answers make no sense is tried again after
+    `trial_s`, then after twice as long, and so on."""
 
     concurrency: int = 512
     stream: bool | None = None
@@ -34,6 +35,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     probe_interval_s: float = 5.0
     probe_timeout_s: float = 5.0
     dead_after: int = 3
+    trial_s: float = 30.0
     answer_bytes_max: int = 2 << 30
     prefer_router: bool = True
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -210,3 +211,20 @@ async def test_an_engine_that_only_talks_garbage_stops_the_worker_and_does_not_b
         assert counts.fresh_pending + counts.partial_pending == GROUPS + more
         tasks = pool.log.refresh(lambda machine: list(machine.state.branch.queues["rollout"].tasks.values()))
     assert sum(task.failures for task in tasks) <= 3 * options.refusals_max
+
+
+async def test_one_engine_of_two_that_talks_garbage_costs_no_attempt(stub: Stub, root: Path) -> None:
+    with Pool.open(root) as pool:
+        pool.queue().seal(False)
+        pool.queue().submit([Prompt(f"m{i}", tokens=[1, 2, 3]) for i in range(40)])
+        pool.queue().seal()
+    stub.script = Endless([GARBAGE["tokens that are words"][0]])
+    sound = Stub()
+    await sound.start()
+    try:
+        options = msgspec.structs.replace(_options(stub.url, 20.0), engines=(stub.url, sound.url))
+        summary = await asyncio.wait_for(work(root, options), WAIT_S)
+    finally:
+        await sound.stop()
+    assert (summary.counters.groups_accepted, summary.counters.groups_failed) == (GROUPS + 40, 0)
+    assert stub.seen and len(stub.seen) <= options.concurrency
