@@ -32,10 +32,10 @@ def save(
         str, typer.Option("--to", metavar="URL", show_default=False, help="Also write it there, self-contained.")
     ] = "",
 ) -> Answer:
-    """Keep groups as they are now, within the pool and by reference; with --to also as files at any fsspec URL.
+    """Keep groups as they are now, within the pool.
 
-    With --to, an archive of that name that is there already is written as it is, and one that cannot be written there
-    is not kept in the pool either.
+    They are kept by reference; with --to also as files at any fsspec URL. With --to, an archive of that name that is
+    there already is written as it is, and one that cannot be written there is not kept in the pool either.
     """
     from strawq.archives import delete_archive, list_archives, require_no_archive, save_archive, write_archive
     from strawq.export import live_groups
@@ -154,7 +154,7 @@ def export(
         str, typer.Option("--archive", metavar="NAME", show_default=False, help="The groups of an archive instead.")
     ] = "",
 ) -> Answer:
-    """Write groups as a Parquet file, one row for each sample; nothing is consumed."""
+    """Write groups as a Parquet file. Each sample is a row; nothing is consumed."""
     from strawq.archives import load_archive
     from strawq.errors import BadInput
     from strawq.export import export_queue, write_parquet

@@ -40,10 +40,11 @@ def drill(
         False
     ),
 ) -> Answer:
-    """Kill and freeze real processes of a new pool in DIR at chance moments and at named points, then audit.
+    """Kill and freeze processes of a new pool, and audit it.
 
-    The pool is a new directory in DIR; nothing else there is touched. It is removed if all is well. Exit code 1 if
-    anything was lost, doubled or left over: the findings are listed, and pool and ledgers are kept.
+    They are struck at chance moments and at named points. The pool is a new directory in DIR; nothing else there is
+    touched. It is removed if all is well. Exit code 1 if anything was lost, doubled or left over: the findings are
+    listed, and pool and ledgers are kept.
     """
     # Before NumPy is loaded: processes are forked from this one, which should have no threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -49,10 +49,10 @@ def engine(
     ] = 20.0,
     as_json: bool = False,
 ) -> Answer:
-    """Serve a stand-in engine for development: SGLang's protocol over a small untrained model.
+    """Serve a stand-in engine for development.
 
-    The first line on stdout is its URL (with --json an object that holds it). It serves until SIGTERM or Ctrl-C. Use
-    SGLang for real rollouts.
+    It speaks SGLang's protocol over a small untrained model. The first line on stdout is its URL (with --json an
+    object that holds it). It serves until SIGTERM or Ctrl-C. Use SGLang for real rollouts.
     """
     # Before numpy: the products are small, and a second BLAS thread only takes a core from the event loop.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -92,7 +92,7 @@ def demo(
     groups: Annotated[int, typer.Option("--groups", min=1, help="Groups of a batch.")] = 8,
     as_json: bool = False,
 ) -> Answer:
-    """Run a small rollout with everything real, kill a worker in the middle of it, and audit what is left.
+    """Run a small real rollout, kill a worker, audit the rest.
 
     Exit code 1 if the audit finds a loss or a duplicate. The pool is kept: look into it with `strawq inspect`.
     """

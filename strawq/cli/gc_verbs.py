@@ -29,9 +29,10 @@ def gc(
     ] = TRIM_ENTRIES,
     no_merge: Annotated[bool, typer.Option("--no-merge", help="Leave small files as they are.")] = False,
 ) -> Answer:
-    """Remove what nothing reaches, log entries behind the snapshots, and superseded snapshots; merge small files.
+    """Remove what nothing reaches, and merge small files.
 
-    Files are merged when enough of them hold little live data; the old ones go with the next collection.
+    Log entries behind the snapshots and superseded snapshots go too. Files are merged when enough of them hold little
+    live data; the old ones go with the next collection.
 
     It may run at any time, beside any number of workers, and be interrupted anywhere. Files that strawq did not write
     are left and reported.

@@ -22,7 +22,7 @@ def log(
     ] = "",
     oldest_first: Annotated[bool, typer.Option("--oldest-first", help="Begin with the oldest entry.")] = False,
 ) -> Answer:
-    """Show who did what and when, newest first; or what befell one group."""
+    """Show who did what and when, or what befell one group."""
     from strawq.history import beginning, follow_task, read_history
 
     with opened(pool) as open_pool:

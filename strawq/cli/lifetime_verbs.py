@@ -28,7 +28,7 @@ def checkpoint(
     delete: Annotated[bool, typer.Option("--delete", help="Drop the checkpoint NAME instead.")] = False,
     request_id: RequestId = "",
 ) -> Answer:
-    """Root everything that is live at this log position under a name.
+    """Give all that is live at this log position a name.
 
     --bind ties it to files of the same training step (a model checkpoint's manifest), which `rollback --bind` checks.
     """
@@ -157,7 +157,7 @@ def branch(
     ] = "",
     request_id: RequestId = "",
 ) -> Answer:
-    """Show the branches of a pool, or drop one that is not active."""
+    """Show the branches of a pool, or drop one that was left."""
     from strawq.errors import BadInput
 
     if show and (delete or request_id):

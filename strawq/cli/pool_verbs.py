@@ -22,7 +22,7 @@ AcceptWriteback = Annotated[
     ),
 ]
 
-group("sessions", "Show the processes that work on a pool, or take one for dead.")
+group("sessions", "Show the processes of a pool, or take one for dead.")
 
 
 @verb("init")
@@ -44,7 +44,7 @@ def init(
     accept_writeback: AcceptWriteback = False,
     force: Annotated[bool, typer.Option("--force", help="Use an unfit mount; the pool remembers why it is.")] = False,
 ) -> Answer:
-    """Make a pool in a new or empty directory, after probing its mount.
+    """Make a pool in a new directory, after probing its mount.
 
     A mount that is unfit for a commit log is refused (exit code 6). --declaration names a JSON file that says what the
     mount is meant to be; it is held against what the probe reads from the mount, and both are kept in the pool.
@@ -109,9 +109,10 @@ def probe(
 
 @verb("inspect")
 def inspect(pool: PoolPath, queue: QueueName = "") -> Answer:
-    """Show what a pool holds: tasks, sessions, checkpoints, branches, objects. Counts are of one log position.
+    """Show what a pool holds: tasks, sessions, objects.
 
-    Exit code 1 if an entry of the log is damaged: what is whole is shown, and the damage is named.
+    Counts are of one log position. Exit code 1 if an entry of the log is damaged: what is whole is shown, and the
+    damage is named.
     """
     import msgspec
 
@@ -183,7 +184,7 @@ def publish_version(
     version: Annotated[str, typer.Argument(metavar="VERSION", help="Policy version now served.")],
     request_id: RequestId = "",
 ) -> Answer:
-    """Record the policy version that the engines serve from now on. It never goes back, except by a rollback."""
+    """Record the policy version that the engines serve now. It never goes back, except by a rollback."""
     with opened(pool) as open_pool:
         once(open_pool, request_id, lambda request: open_pool.publish_version(version, request_id=request))
         return _standing(open_pool.inspect())
@@ -227,7 +228,7 @@ def seal(
     queue: QueueName = "",
     unseal: Annotated[bool, typer.Option("--open", help="Take prompts again.")] = False,
 ) -> Answer:
-    """Say that no further prompts will come: the last batch may be smaller, and workers end when work does."""
+    """Say that no further prompts will come. The last batch may be smaller, and workers end when work does."""
     with opened(pool) as open_pool:
         chosen = pick_queue(open_pool, queue)
         once(open_pool, None, lambda request: chosen.seal(not unseal, request_id=request))
@@ -252,7 +253,7 @@ def expire_session(
     session: Annotated[str, typer.Argument(metavar="SESSION", help="Its id, as `sessions list` shows it.")],
     reason: Annotated[str, typer.Option("--reason", help="Kept in the log.")] = "expired by an operator",
 ) -> Answer:
-    """Take a session for dead: what it holds goes to others, and nothing of it will be accepted from then on."""
+    """Take a session for dead: what it holds goes to others. Nothing of it will be accepted from then on."""
     with opened(pool) as open_pool:
         open_pool.expire_session(session, reason)
     return Answer({"expired": session}, f"session {session} is expired; its leases and batches are free")

@@ -34,7 +34,7 @@ def queue(
         int | None, typer.Option("--max-leased", min=0, show_default=False, help="Leased groups (0: no bound).")
     ] = None,
 ) -> Answer:
-    """Create a queue, or change settings of one that is there; what is not named stays as it is."""
+    """Create a queue, or change its settings. What is not named stays as it is."""
     import msgspec
 
     from strawq.model import QueueConfig

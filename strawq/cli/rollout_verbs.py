@@ -32,7 +32,7 @@ def rollout(
     ] = False,
     show_flags: Annotated[bool, typer.Option("--flags", help="Print slime's flags that are understood.")] = False,
 ) -> Answer:
-    """Roll out and train with a reference trainer: the way to try strawq without slime.
+    """Roll out with a reference trainer: strawq without slime.
 
     FLAGS are slime's: --rollout-data-transport straw|object-store, --prompt-data, --rollout-batch-size,
     --n-samples-per-prompt, --num-rollout, --partial-rollout, --save, --load, --ckpt-step, and so on; `strawq rollout

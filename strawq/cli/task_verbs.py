@@ -20,12 +20,12 @@ All = Annotated[bool, typer.Option("--all", help="All dead letters of the queue.
 
 TASKS_PER_COMMAND = 1000
 
-group("failed", "Show the tasks that have used up their attempts, send them back to work, or end them.")
+group("failed", "Show dead letters, send them back to work, or end them.")
 
 
 @verb("list", under="failed")
 def list_failed(pool: PoolPath, queue: QueueName = "") -> Answer:
-    """Show the dead letters of a queue with the reason of their last attempt."""
+    """Show the dead letters of a queue, each with its last reason."""
     with opened(pool) as open_pool:
         chosen = pick_queue(open_pool, queue)
         tasks = chosen.dead_letters()
@@ -71,7 +71,10 @@ def drop(
     reason: Annotated[str, typer.Option("--reason", show_default=False, help="Why; counted with the drop reasons.")],
     queue: QueueName = "",
 ) -> Answer:
-    """End tasks that nobody holds (pending, ready, in a batch of nobody, dead letters) without training on them."""
+    """End tasks that nobody holds without training on them.
+
+    These are pending or ready, in a batch of nobody, or dead letters.
+    """
     with opened(pool) as open_pool:
         chosen = pick_queue(open_pool, queue)
         done = [task for part in _parts(tasks) for task in once(open_pool, None, partial(_drop, chosen, part, reason))]

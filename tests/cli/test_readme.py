@@ -42,6 +42,9 @@ def test_the_python_example(tmp_path: Path) -> None:
     code = blocks("python", "Pool.init", tmp_path)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["pool-2"]
+    subprocess.run(["sh", "-ec", blocks("sh", "/tmp/pool-2", tmp_path)], timeout=60, check=True)
+    assert list(tmp_path.iterdir()) == [], "what it says to remove is all that it left"
 
 
 def test_links_lead_somewhere() -> None:
