@@ -22,7 +22,6 @@ import msgspec
 
 from strawq.core import commands as c
 from strawq.core import events as e
-from strawq.core.image import meta_of_image
 from strawq.core.machine import Machine
 from strawq.core.names import quoted, require_name
 from strawq.core.state import highest_number
@@ -186,11 +185,8 @@ class Pool:
         version: str = self.log.refresh(lambda machine: machine.state.branch.meta.policy_version)
         return version
 
-    def highest_version(self, checkpoint: Checkpoint | None = None) -> int:
-        """The highest policy version with a number on this branch's line, or on that of a checkpoint, also behind a
-        word; `UNVERSIONED` if none."""
-        if checkpoint is not None:
-            return highest_number(meta_of_image(checkpoint.image))
+    def highest_version(self) -> int:
+        """The highest policy version with a number on this branch's line, also behind a word; `UNVERSIONED` if none."""
         version: int = self.log.refresh(lambda machine: highest_number(machine.state.branch.meta))
         return version
 

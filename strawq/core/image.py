@@ -69,11 +69,6 @@ def thaw_branch(image: bytes, journal: Journal) -> Branch:
     return _build_branch(_branch_decoder.decode(image), journal)
 
 
-def meta_of_image(image: bytes) -> BranchMeta:
-    """What goes with a frozen branch besides its queues, which are not decoded."""
-    return _meta_decoder.decode(image).meta
-
-
 def dump_state(state: State) -> bytes:
     return _encoder.encode(
         StateImage(

@@ -25,6 +25,7 @@ from strawq_workers.rollout.selection import refuse_all_samples_hook, select
 from strawq_workers.rollout.settings import StrawSource, batch_size, config_of, local_workers, options_of, worker_wait_s
 from strawq_workers.rollout.station import Station
 from strawq_workers.slime.checkpoint import CONSUMER
+from strawq_workers.slime.lineage import require_line
 from strawq_workers.worker.options import WorkerOptions
 
 log = logging.getLogger("strawq.rollout")
@@ -176,14 +177,16 @@ def live_workers(pool: Pool) -> list[str]:
     ]
 
 
-def pause_workers(pool: Pool, reason: str, timeout_s: float = PAUSE_S) -> bool:
+def pause_workers(straw: StrawSource, reason: str, timeout_s: float = PAUSE_S) -> bool:
     """Pause admission, if it is not paused, and wait until every live worker has acknowledged; returns whether all
-    have. A worker that dies meanwhile is not waited for."""
+    have. A worker that dies meanwhile is not waited for. `BranchMoved` if the pool was rolled back."""
+    pool = straw.pool
     if pool.inspect().paused is None:
-        pool.pause(reason)
+        pool.pause(reason, branch=straw.branch)
     end = time.monotonic() + timeout_s
     while True:
         seen = pool.inspect()
+        require_line(pool, straw.branch, seen.branch)
         acknowledged = set() if seen.paused is None else set(seen.paused.acknowledged)
         waiting = [session for session in live_workers(pool) if session not in acknowledged]
         if not waiting:

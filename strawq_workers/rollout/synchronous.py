@@ -16,7 +16,6 @@ import msgspec
 from strawq.errors import BadInput, TryAgain
 from strawq.handles import Leases
 from strawq.model import policy_number
-from strawq.pool import Pool
 from strawq_workers.admission.refill import RolloutPlan
 from strawq_workers.rollout.intake import STOPPED, PlanIntake
 from strawq_workers.rollout.measures import WorkRates, group_metrics, rollout_metrics
@@ -89,7 +88,7 @@ def from_pool(args: Any, rollout_id: int, station: Station, straw: StrawSource) 
 
         async def work(stop: asyncio.Event) -> dict[str, float]:
             fleet = await station.fleet(options, stop)
-            await asyncio.to_thread(publish_served, straw.pool, await served_version(fleet))
+            await asyncio.to_thread(publish_served, straw, await served_version(fleet))
             source = await asyncio.to_thread(FilledSource, straw, options.io_concurrency)
             plan = RolloutPlan(max(1, count - ready), max_surplus=surplus(args))
             try:
@@ -180,10 +179,10 @@ async def served_version(fleet: Fleet) -> str:
     return ""
 
 
-def publish_served(pool: Pool, served: str) -> None:
+def publish_served(straw: StrawSource, served: str) -> None:
     """Tell the pool what the engines serve, where nobody has: a trainer that updates engines may not know of it."""
-    if policy_number(served) > pool.highest_version():
-        pool.publish_version(served)
+    if policy_number(served) > straw.pool.highest_version():
+        straw.pool.publish_version(served, branch=straw.branch)
 
 
 def mark_begun(sample: Any, rollout_id: int) -> None:

@@ -16,7 +16,7 @@ from strawq.model import UNVERSIONED, policy_number
 from strawq.pool import Pool
 from strawq_workers.rollout.in_background import InBackground
 from strawq_workers.rollout.on_pool import OnPool, pause_workers
-from strawq_workers.rollout.settings import straw_source
+from strawq_workers.rollout.settings import StrawSource, straw_source
 from strawq_workers.rollout.station import station_of
 
 log = logging.getLogger("strawq.rollout")
@@ -39,27 +39,28 @@ def weight_update(data_source: Any, version: str | int, *, timeout_s: float = PA
             if not running.pause(reason, timeout_s):
                 log.warning("generation has not stood still within %g s", timeout_s)
         elif isinstance(running, OnPool) and straw is not None:
-            pause_workers(straw.pool, reason, timeout_s)
+            pause_workers(straw, reason, timeout_s)
         yield
         reached = str(version)
     finally:
         if isinstance(running, InBackground):
             running.resume(reached)
         elif isinstance(running, OnPool) and straw is not None and not by_hand:
-            straw.pool.resume(_onward(straw.pool, reached) or None)
+            straw.pool.resume(_onward(straw.pool, reached) or None, branch=straw.branch)
         elif straw is not None:
-            _publish(straw.pool, _onward(straw.pool, reached))
+            _publish(straw, _onward(straw.pool, reached))
 
 
-def _publish(pool: Pool, version: str) -> None:
+def _publish(straw: StrawSource, version: str) -> None:
     """Tell the pool of the version, and end a pause that a trainer before this one did not live to end. One of an
     operator stays."""
+    pool = straw.pool
     pause = pool.inspect().paused
     if pause is not None and not _paused_by_hand(pool):
         log.warning("going on after a pause (%s) whose process has died", pause.reason)
-        pool.resume(version or None)
+        pool.resume(version or None, branch=straw.branch)
     elif version:
-        pool.publish_version(version)
+        pool.publish_version(version, branch=straw.branch)
 
 
 def _paused_by_hand(pool: Pool) -> bool:
@@ -70,9 +71,13 @@ def _paused_by_hand(pool: Pool) -> bool:
 
 
 def _onward(pool: Pool, reached: str) -> str:
-    """The version to publish; empty if the pool has it already or is beyond it. A word says where it is only if no
-    number was published before."""
+    """The version to publish; empty if the pool has it already or is beyond it, as after a trainer that was lost. A
+    word says where it is only if no number was published before."""
     number, highest = policy_number(reached), pool.highest_version()
+    if UNVERSIONED != number < highest:
+        log.warning(
+            "policy version %d is not told to the pool, where %d was published: ages count from that", number, highest
+        )
     if number == highest == UNVERSIONED:
         return reached if pool.policy_version() in ("", "default") else ""
     return reached if number > highest else ""

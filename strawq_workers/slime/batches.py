@@ -2,7 +2,7 @@
 
 The rule: rollout n has one batch, the same groups from when it is taken until it is finished, whoever dies in between:
 it is taken under the consumer name `rollout-<n>`. A finished rollout is finished once, and asking again changes
-nothing.
+nothing. All of it is on the branch that the trainer's model is of: one that somebody else has left gives no batch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from strawq.samples import Group, Prompt
 from strawq_workers.asking import sure
 from strawq_workers.collector import POLL_MAX_S, POLL_S, CollectedBatch
 from strawq_workers.slime.checkpoint import CONSUMER, is_up_to
+from strawq_workers.slime.lineage import require_line
 
 logger = logging.getLogger("strawq.slime")
 
@@ -42,16 +43,25 @@ class OpenBatch(msgspec.Struct, frozen=True):
 
 
 class RolloutBatches:
-    """Batches of one queue by rollout. Safe from one thread at a time."""
+    """Batches of one queue by rollout. Safe from one thread at a time.
+
+    `branch` is the line of history that the trainer's model has been trained on."""
 
     def __init__(self, pool: Pool, queue_name: str) -> None:
         self._pool = pool
         self._queue_name = queue_name
         self._mine: dict[int, CollectedBatch] = {}
+        self.branch = pool.branch()
 
-    def forget(self) -> None:
-        """What this process has taken does not count any more: the pool was rolled back."""
+    def follow(self, branch: str) -> None:
+        """The model was loaded anew, and is of this branch: what this process has taken does not count any more."""
+        self.branch = branch
         self._mine.clear()
+
+    def require_branch(self, active: str | None = None) -> None:
+        """`BranchMoved` if the pool was rolled back by somebody else: the model has seen groups that are ready
+        again."""
+        require_line(self._pool, self.branch, active or self._pool.branch())
 
     def collected(self, rollout_id: int) -> CollectedBatch | None:
         """The batch of that rollout, if this process has it."""
@@ -65,7 +75,8 @@ class RolloutBatches:
         if rollout_id < 0 or count < 1:
             raise BadInput(f"rollout {rollout_id} with {count} groups: both are counted from 0 and 1")
         known = self._mine.get(rollout_id)
-        if known is not None and known.batch.branch == self._pool.branch():
+        self.require_branch()
+        if known is not None:
             return known
         delay, started = POLL_S, time.monotonic()
         while True:
@@ -89,10 +100,14 @@ class RolloutBatches:
     def _take(self, rollout_id: int, count: int, fewer: bool) -> Taken:
         queue = self._pool.queue(self._queue_name)
         consumer = f"{CONSUMER}{rollout_id}"
-        return sure(
+        taken = sure(
             self._pool,
             lambda request: queue.take_batch(count, consumer=consumer, fewer=fewer, request_id=request),
         )
+        if taken.batch is not None and taken.batch.branch != self.branch:
+            self._return(taken.batch)
+            self.require_branch(taken.batch.branch)
+        return taken
 
     def _keep(self, rollout_id: int, batch: Batch) -> CollectedBatch:
         if batch.delivery > 1:
@@ -236,7 +251,7 @@ class RolloutBatches:
         return bool(found.batch.session) and found.batch.session == self._pool.keeper.current
 
     def _all_open(self) -> list[OpenBatch]:
-        def view(machine: Any) -> list[OpenBatch]:
+        def view(machine: Any) -> tuple[str, list[OpenBatch]]:
             state = machine.state
             queue = state.branch.queues[self._queue_name]
             found = []
@@ -252,10 +267,11 @@ class RolloutBatches:
                     groups,
                 )  # fmt: skip
                 found.append(OpenBatch(row.consumer, batch, state.sessions.get(row.session)))
-            return found
+            return state.active.row, found
 
-        found: list[OpenBatch] = self._pool.log.refresh(view)
-        return found
+        active, found = self._pool.log.refresh(view)
+        self.require_branch(active)
+        return list(found)
 
 
 def _number_text(consumer: str) -> str:

@@ -1,9 +1,9 @@
 """The queue's checkpoint, taken and restored together with the model's.
 
 The rule: a pair counts when its `committed_<n>.json` is there, which is written last. A restore never mixes steps: the
-queue goes on from the pair that the model is of, on the same line if the model has seen all that was trained and
-published on it, else on a new branch; parts that are missing or do not fit are errors that name the file and the
-remedy.
+queue goes on from the pair that the model is of, on the same line if the model has seen all that was trained on it,
+else on a new branch; parts that are missing or do not fit are errors that name the file and the remedy. Versions that a
+lost model published stay what they are, since engines count as they like: they never cost a group.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from strawq.errors import BadInput, BranchMoved, Contended
+from strawq.errors import BadInput, Contended
 from strawq.limits import NAME_BYTES
-from strawq.model import Checkpoint
 from strawq.pool import Pool
 from strawq_workers.asking import sure
 from strawq_workers.slime.commits import Commit, commit_files, require_absent, write_commit
@@ -30,6 +29,7 @@ from strawq_workers.slime.lineage import (
     model_binding,
     read_history,
     read_tracker,
+    require_line,
 )
 from strawq_workers.slime.model_files import ModelFiles, model_directory, read_model
 
@@ -92,18 +92,19 @@ def checkpoint_name(branch: str, rollout_id: int) -> str:
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
-def save_pair(pool: Pool, queue_name: str, args: Any, rollout_id: int) -> Commit:
+def save_pair(pool: Pool, queue_name: str, args: Any, rollout_id: int, branch: str) -> Commit:
     """Take the pool's checkpoint, bound to the model's files, and commit the pair. Batches of this rollout and earlier
-    ones are still open in it: whoever restores it finishes them. `BadInput` if it is committed already."""
+    ones are still open in it: whoever restores it finishes them. `BadInput` if it is committed already, `BranchMoved`
+    if the active branch is not the one that the model is of."""
     save = getattr(args, "save", None)
     if not save:
         raise BadInput("a joint checkpoint needs --save, the directory of the model checkpoints")
     base = Path(save).expanduser().resolve()
-    require_absent(base, pool.branch(), rollout_id)
+    require_absent(base, branch, rollout_id)
     model, note = _bound_model(args, base, rollout_id)
     bindings = {"model": model.blake3 if model is not None else "absent"}
     metadata = {"rollout_id": rollout_id, "model": note or (model.path if model is not None else "")}
-    name, seq, standing = _take_checkpoint(pool, queue_name, rollout_id, metadata, bindings)
+    name, seq, standing = _take_checkpoint(pool, queue_name, rollout_id, branch, metadata, bindings)
     commit = Commit(
         rollout_id=rollout_id,
         run_id=pool.header.run_id,
@@ -125,13 +126,14 @@ def save_pair(pool: Pool, queue_name: str, args: Any, rollout_id: int) -> Commit
 
 
 def _take_checkpoint(
-    pool: Pool, queue_name: str, rollout_id: int, metadata: dict[str, Any], bindings: dict[str, str]
+    pool: Pool, queue_name: str, rollout_id: int, branch: str, metadata: dict[str, Any], bindings: dict[str, str]
 ) -> tuple[str, int, Standing]:
-    """The checkpoint's name and position, and how the queue stood there: as it did just before and just after. `Fenced`
-    if the pool was rolled back meanwhile; then nothing is kept."""
+    """The checkpoint's name and position, and how the queue stood there: as it did just before and just after.
+    `BranchMoved` if the pool was rolled back meanwhile; then nothing is kept."""
     before = read_standing(pool, queue_name)
+    name = checkpoint_name(branch, rollout_id)
     for _ in range(LOOKS_MAX):
-        name = checkpoint_name(before.branch, rollout_id)
+        require_line(pool, branch, before.branch)
         if name in {point.name for point in pool.checkpoints()}:
             # Without a commit nobody can have restored it: an earlier save died in between.
             logger.warning("checkpoint %s of an unfinished save is taken anew", name)
@@ -141,11 +143,6 @@ def _take_checkpoint(
         if after == before:
             return name, seq, after
         _drop(pool, name)
-        if after.branch != before.branch:
-            raise BranchMoved(
-                f"branch {before.branch} was left for {after.branch} while rollout {rollout_id} was saved: it is not "
-                "committed; load the pair that the new branch goes on from"
-            )
         before = after
     raise Contended(f"the batches of {pool.path} are taken and finished all the time by others: save again")
 
@@ -253,14 +250,11 @@ def _without_pair(pool: Pool, queue_name: str, asked: int | None, skipped: list[
     collected is still there for the next one, and if some of it was trained, all of it begins anew."""
     standing = read_standing(pool, queue_name)
     began = -1 if asked is None else asked
-    start = next((point for point in pool.checkpoints() if point.name == START), None)
-    if start is not None and (standing.trained or _is_ahead(pool, start, began + 1)):
-        logger.warning(
-            "a model that was never saved had trained %d groups and published policy versions up to %d",
-            standing.trained, pool.highest_version(),
-        )  # fmt: skip
+    marked = START in {point.name for point in pool.checkpoints()}
+    if marked and standing.trained:
+        logger.warning("%d groups were trained by a model that was never saved", standing.trained)
         return _begin_anew(pool, began, tuple(skipped))
-    if start is None:
+    if not marked:
         # So that a model from scratch can have the queue again as it was before the first rollout.
         sure(pool, lambda request: pool.checkpoint(START, {"rollout_id": began}, request_id=request))
     mode: Literal["new", "same queue"] = "same queue" if standing.used else "new"
@@ -273,13 +267,6 @@ def _began_after(history: History) -> int:
     noted: dict[str, Any] = msgspec.json.decode(point.metadata) if point is not None and point.metadata else {}
     found = noted.get("rollout_id")
     return found if isinstance(found, int) else -1
-
-
-def _is_ahead(pool: Pool, point: Checkpoint, first: int) -> bool:
-    """Whether a model that was lost has published versions whose numbers the resumed one uses again: then the queue has
-    to go back with it, since versions go back only through a rollback. One further than the checkpoint's (at least
-    `first`) is the resumed one's own: its engines get it after it was saved."""
-    return pool.highest_version() > max(first, pool.highest_version(point)) + 1
 
 
 def _begin_anew(pool: Pool, began: int, skipped: tuple[str, ...] = ()) -> Restored:
@@ -310,8 +297,7 @@ def _restore(
     pool: Pool, queue_name: str, commit: Commit, history: History, found: list[Candidate], skipped: tuple[str, ...]
 ) -> Restored:
     now = read_standing(pool, queue_name)
-    point = history.checkpoints[commit.checkpoint]
-    if _is_tip(commit, history, found) and _has_seen_all(commit, now) and not _is_ahead(pool, point, 0):
+    if _is_tip(commit, history, found) and _has_seen_all(commit, now):
         logger.info("going on after rollout %d with the queue as it is, on branch %s", commit.rollout_id, pool.branch())
         return Restored("same queue", commit.rollout_id, pool.branch(), commit.checkpoint, skipped)
     bindings = {"model": model_binding(commit)}

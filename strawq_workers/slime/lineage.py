@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from strawq.errors import BadInput, FormatUnsupported, OperatorNeeded
+from strawq.errors import BadInput, BranchMoved, FormatUnsupported, OperatorNeeded
 from strawq.model import Checkpoint
 from strawq.pool import Pool
 from strawq_workers.slime.commits import Commit, commit_files, read_commit, rollout_of
@@ -42,6 +42,16 @@ class History(msgspec.Struct, frozen=True):
     @property
     def branch(self) -> str:
         return self.stretches[0].branch
+
+
+def require_line(pool: Pool, mine: str, active: str) -> None:
+    """`BranchMoved` if somebody else has rolled the pool back: the trainer's model, of branch `mine`, has seen groups
+    that are ready again on the active one."""
+    if active != mine:
+        raise BranchMoved(
+            f"{pool.path} was rolled back from branch {mine} to {active}, and the model of this trainer is of {mine}: "
+            f"nothing more of it is recorded; start the job again with --load, which goes on from where {active} does"
+        )
 
 
 def read_history(pool: Pool) -> History:

@@ -296,7 +296,8 @@ class Sampling:
         versions = (str(version) for group in groups for sample in flat(group) for version in _versions(sample))
         newest = max((policy_number(version) for version in versions), default=UNVERSIONED)
         if newest > self._pool.highest_version():
-            sure(self._pool, lambda request: self._pool.publish_version(newest, request_id=request))
+            branch = self._batches.branch
+            sure(self._pool, lambda request: self._pool.publish_version(newest, branch=branch, request_id=request))
 
     # -- the end of a rollout -------------------------------------------------------------------------------------
 

@@ -52,7 +52,8 @@ STATE_VERSION = 1
 class StrawDataSource:
     """slime's `DataSource` with a durable queue behind it. `BadInput` names the flag that does not fit.
 
-    `pool` and `queue_name` are where the groups are; `restored` is what `load` did."""
+    `pool` and `queue_name` are where the groups are; `restored` is what `load` did. Once somebody else has rolled the
+    pool back, every call is `BranchMoved` until `load`: the trainer's model has seen what the new branch has not."""
 
     def __init__(self, args: Any) -> None:
         if getattr(args, "buffer_filter_path", None):
@@ -119,9 +120,15 @@ class StrawDataSource:
         """What older managers take the length of."""
         return self._feeding.dataset
 
+    @property
+    def branch(self) -> str:
+        """The branch that the trainer's model is of."""
+        return self._batches.branch
+
     def fill(self, count: int) -> int:
         """Make sure that at least `count` groups are pending, submitting prompts of the dataset, whose cursor moves in
         the same commit. Returns how many were submitted; 0 with nothing pending is the end of the input."""
+        self._require_open()
         return self._feeding.fill(count)
 
     def get_samples(self, num_samples: int) -> list[list[Any]]:
@@ -257,16 +264,16 @@ class StrawDataSource:
         self._require_open()
         self._sampling.settle()
         self._sampling.settle_silent(rollout_id)
-        save_pair(self.pool, self.queue_name, self.args, rollout_id)
+        save_pair(self.pool, self.queue_name, self.args, rollout_id, self.branch)
         self._batches.finish_up_to(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> Restored:
         """Bring the queue to where the model is: `rollout_id` is the rollout that it has seen last, -1 if none, None to
         find it. `BadInput` names what is missing of that pair."""
-        self._require_open()
+        self._require_not_closed()
         self._sampling.give_up()
         self.restored = load_pair(self.pool, self.queue_name, self.args, rollout_id)
-        self._batches.forget()
+        self._batches.follow(self.restored.branch)
         self._sampling_began = False
         if self.restored.rollout_id >= 0:
             self._batches.finish_up_to(self.restored.rollout_id)
@@ -331,6 +338,10 @@ class StrawDataSource:
             # In its own thread, behind a read that is under way.
             self._reader.submit(self._sampling.give_up).result()
 
-    def _require_open(self) -> None:
+    def _require_not_closed(self) -> None:
         if self._closed:
             raise BadInput("Queue reader is closed")
+
+    def _require_open(self) -> None:
+        self._require_not_closed()
+        self._batches.require_branch()

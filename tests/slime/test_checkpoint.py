@@ -15,6 +15,7 @@ from stand_in import Engine, flat, job_args, save_model
 
 from strawq import Pool
 from strawq.errors import BadInput, BranchMoved, Fenced, FormatUnsupported, StorageFailed
+from strawq_workers.rollout import weight_update
 from strawq_workers.slime import StrawDataSource, group_of, samples_of
 from strawq_workers.slime.commits import Commit, read_commit
 from strawq_workers.slime.job_lock import JobLock
@@ -64,7 +65,8 @@ class Job:
         if self.source.pool.queue().counts().ready < 2:
             self.work(2)
         batch = self.source.collect(rollout_id, 2, timeout=0)
-        self.source.pool.publish_version(str(rollout_id + 1))
+        with weight_update(self.source, rollout_id + 1):
+            pass
         if save:
             save_model(self.source.args, rollout_id)
             self.source.save(rollout_id)
@@ -197,7 +199,7 @@ def test_a_rollback_in_the_moment_of_a_save_commits_nothing_under_the_branch_tha
     job.train(1)
     before_a_checkpoint(job, monkeypatch, lambda: job.pool.rollback("rollout-0.main") and None)
     save_model(job.source.args, 1)
-    with pytest.raises(BranchMoved, match="branch main was left for branch-2 while rollout 1 was saved"):
+    with pytest.raises(BranchMoved, match="rolled back from branch main to branch-2"):
         job.source.save(1)
     assert not job.path(1).exists() and not job.path(1, "branch-2").exists()
     assert "rollout-1.main" not in {point.name for point in job.pool.checkpoints()}
@@ -255,39 +257,22 @@ def test_a_resume_rolls_back_what_the_model_has_not_seen(job: Job) -> None:
 
 
 def test_a_resumed_trainer_may_use_the_version_numbers_of_a_lost_model(job: Job) -> None:
-    """Its numbers go back, so the queue does: by a rollback that stands in the log. One version more is its own."""
+    """What was accepted is kept, however far the lost model's numbers, or those of new engines, have gone; the pool's
+    number waits until the resumed one has reached it."""
     job.start(-1)
     job.train(0, save=True)
     job.work(2)
     batch = job.train(1)
-    restored = job.start(0)
-    assert (restored.mode, job.pool.policy_version()) == ("same queue", "2")
-    assert job.train(1) == batch
-    job.pool.publish_version("engine-b")
-    assert job.start(0).mode == "same queue", "a word is no number"
-    job.pool.publish_version("3")
-    job.pool.publish_version("engine-c")
-    restored = job.start(0)
-    assert (restored.mode, restored.branch, job.pool.policy_version()) == ("rolled back", "branch-2", "1")
-    assert job.counts().trained == 2
-    job.pool.publish_version("2")
-    assert job.train(1) == batch
-
-
-def test_a_resume_from_a_pair_behind_a_word_goes_by_the_numbers_before_it(job: Job) -> None:
-    job.start(-1)
-    for version in ("8", "engine-b"):
+    for version in ("3", "engine-b", "50000"):
         job.pool.publish_version(version)
-    job.source.collect(0, len(job.work(2)), timeout=0)
-    save_model(job.source.args, 0)
-    job.source.save(0)
     assert job.start(0).mode == "same queue"
-    job.pool.publish_version("9")
-    assert job.start(0).mode == "same queue"
-    job.pool.publish_version("10")
-    assert (job.start(0).mode, job.pool.policy_version()) == ("rolled back", "engine-b")
-    with pytest.raises(BadInput, match="is not above 8"):
-        job.pool.publish_version("8")
+    with weight_update(job.source, 1):
+        pass
+    assert job.source.collect(1, 2, timeout=0)[0][0].group_index == batch[0]
+    assert job.pool.policy_version() == "50000"
+    with weight_update(job.source, 50001):
+        pass
+    assert job.pool.policy_version() == "50001"
 
 
 def test_a_model_that_was_lost_before_its_first_commit_keeps_its_batch_if_it_had_not_trained(job: Job) -> None:
@@ -302,10 +287,10 @@ def test_a_model_that_was_lost_before_its_first_commit_begins_anew_if_it_had_tra
     job.start(-1)
     batches = [job.train(rollout_id) for rollout_id in range(2)]
     restored = job.start(-1)
-    assert (restored.mode, job.pool.policy_version()) == ("rolled back", ""), "it had published version 2"
+    assert (restored.mode, job.pool.policy_version()) == ("same queue", "2"), "no batch is finished"
     assert [job.train(rollout_id) for rollout_id in range(3)][:2] == batches  # the third finishes the first
     restored = job.start(-1)
-    assert (restored.mode, restored.branch) == ("rolled back", "branch-3")
+    assert (restored.mode, restored.branch) == ("rolled back", "branch-2")
     assert (job.counts().trained, job.pool.policy_version()) == (0, "")
     assert job.train(0) == batches[0]
 
@@ -324,6 +309,49 @@ def test_ckpt_step_rolls_back_and_fences_who_works_there(job: Job) -> None:
             worker.queue().yield_(work)
     assert job.counts().trained == 2
     assert job.train(1) == batches[1]
+
+
+CALLS: dict[str, Callable[[StrawDataSource], Any]] = {
+    "fill": lambda source: source.fill(4),
+    "get_samples": lambda source: source.get_samples(1),
+    "add_samples": lambda source: source.add_samples([]),
+    "collect what it has": lambda source: source.collect(1, 2, timeout=0),
+    "collect": lambda source: source.collect(2, 2, timeout=0),
+    "finish": lambda source: source.finish(1),
+    "save": lambda source: source.save(1),
+    "update_metadata": lambda source: source.update_metadata({"step": 1}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("known", [True, False], ids=["known", "not yet known"])
+def test_a_trainer_under_which_the_pool_is_rolled_back_records_nothing_more(
+    job: Job, call: Callable[[StrawDataSource], Any], known: bool
+) -> None:
+    """Its model has seen groups that are ready again: what it would train and commit is of no line of history."""
+
+    def go_on() -> None:
+        call(job.source)
+        job.source.collect(3, 2, timeout=0)
+
+    job.start(-1)
+    job.train(0, save=True)
+    job.train(1)
+    save_model(job.source.args, 1)
+    job.work(4)
+    with Pool.open(job.root / "save" / "rollout_data", background=False) as operator:
+        operator.rollback("rollout-0.main")
+        before = operator.queue().counts(), operator.inspect().checkpoints
+        if known:
+            job.pool.log.refresh()
+        with pytest.raises(BranchMoved, match=r"from branch main to branch-2.*--load"):
+            go_on()
+        counts = operator.queue().counts()
+        assert (counts.trained, counts.in_batch) == (before[0].trained, before[0].in_batch)
+        assert operator.inspect().checkpoints == before[1]
+    assert not job.path(1, "branch-2").exists() and not job.path(1).exists()
+    assert job.start(None).rollout_id == 0
+    assert len(job.train(1)) == 2
 
 
 def test_the_newest_complete_pair_is_found_and_the_others_are_named(job: Job) -> None:
