@@ -3,7 +3,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,13 @@ import rollout_hooks as hooks
 from scene import SLOW, indices, tokens_of, until
 
 from strawq.errors import StrawqError
-from strawq_workers.rollout import RolloutFailed, close_rollouts, generate_rollout_fully_async, weight_update
+from strawq_workers.rollout import (
+    RolloutFailed,
+    close_rollouts,
+    generate_rollout_fully_async,
+    in_background,
+    weight_update,
+)
 from strawq_workers.rollout.station import station_of
 from strawq_workers.slime import ObjectStoreDataSource
 
@@ -20,6 +25,27 @@ HOOKS = "rollout_hooks"
 
 def running(source):
     return station_of(source.data).running
+
+
+def calls_of(source, name, count, hurry):
+    """What the worker got of its next `count` calls of a method of the in-memory queue. `hurry` is set meanwhile."""
+    memory, loop = running(source).source, station_of(source.data).loop._loop
+    call, answers = getattr(memory, name), []
+
+    async def told(*given, **named):
+        answer = await call(*given, **named)
+        answers.append(answer)
+        return answer
+
+    setattr(memory, name, told)
+
+    def enough():
+        loop.call_soon_threadsafe(hurry.set)
+        return len(answers) >= count
+
+    until(f"{count} calls of {name}", enough)
+    setattr(memory, name, call)
+    return answers
 
 
 def test_three_rollouts_train_each_prompt_once_while_generation_goes_on(source_of, engine):
@@ -54,8 +80,8 @@ def test_nothing_new_is_started_while_enough_complete_groups_wait(source_of, eng
     until("it stands still", lambda: running(source).source.ready >= 4 and not running(source).worker.runs)
     assert running(source).source.ready <= 2 * 4 and engine.running() == 0
     made = engine.generated()
-    time.sleep(0.3)
-    assert engine.generated() == made
+    asked = calls_of(source, "acquire", 5, running(source).worker.place.changed)
+    assert {leases.status for leases in asked} == {"backpressured"} and engine.generated() == made
     # A batch above what may wait is not waited for in vain.
     assert len(generate_rollout_fully_async(source.args(rollout_batch_size=20), 1, source.data).samples) == 20
 
@@ -131,8 +157,8 @@ def test_weights_change_while_generation_stands_still_and_prefixes_go_on_under_t
         assert engine.running() == 0
         made = engine.generated()
         engine.set_version("2")
-        time.sleep(0.1)
-        assert engine.generated() == made
+        looks = calls_of(source, "look", 5, running(source).worker.watcher.look_now)
+        assert all(around.pause is not None for around in looks) and engine.generated() == made
     out = generate_rollout_fully_async(args, 1, source.data)
     versions = [set(sample.weight_versions) for group in out.samples for sample in group]
     assert {"1", "2"} in versions and out.metrics["rollout/staleness/max"] == 1
@@ -174,22 +200,32 @@ def test_no_group_is_older_than_its_budget(source_of, engine, budget, policy):
     assert running(source).source.ready + len(running(source).worker.runs) <= (budget + 1) * 3
 
 
-def test_a_batch_waits_for_the_older_group_that_would_miss_its_budget(source_of, engine):
-    source = source_of("object-store")
+def test_a_batch_waits_for_the_older_group_that_would_miss_its_budget(source_of, engine, monkeypatch):
+    source, later = source_of("object-store"), threading.Event()
     args = source.args(
-        max_staleness=1, staleness_policy="oldest_first", custom_rm_path=f"{HOOKS}.slow_first", partial_rollout=True
-    )
+        max_staleness=2, staleness_policy="oldest_first", partial_rollout=True, rollout_batch_size=2,
+        custom_rm_path=f"{HOOKS}.slow_first", rollout_tokenize_path=f"{HOOKS}.first_three_first",
+    )  # fmt: skip
     held = hooks.gate["first"] = threading.Event()
-    hooks.gate["second"] = lambda: True
+    monkeypatch.setitem(hooks.gate, "second", later.is_set)
     first = generate_rollout_fully_async(args, 0, source.data)
-    assert 0 not in indices(first.samples)
-    with weight_update(source.data, 2):
-        engine.set_version("2")
-    until("a batch is complete behind it", lambda: running(source).source.ready >= 2)
-    waiting = threading.Timer(0.5, held.set)
-    waiting.start()
+    assert indices(first.samples) == [1, 2]
+    for version in (2, 3):
+        with weight_update(source.data, version):
+            engine.set_version(str(version))
+    later.set()
+    until("a batch of the newest policy is complete behind it", lambda: running(source).source.ready >= 2)
+    waits = in_background.waits_for_older
+
+    def waits_for_older(*given):
+        waiting = waits(*given)
+        if waiting:
+            held.set()
+        return waiting
+
+    monkeypatch.setattr(in_background, "waits_for_older", waits_for_older)
     second = generate_rollout_fully_async(args, 1, source.data)
-    assert held.is_set() and indices(second.samples)[0] == 0 and second.metrics["rollout/staleness/max"] == 1
+    assert held.is_set() and indices(second.samples)[0] == 0 and second.metrics["rollout/staleness/max"] == 2
 
 
 def test_the_end_of_the_interpreter_gives_everything_back(args_of, engine, tmp_path):
