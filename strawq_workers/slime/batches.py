@@ -193,7 +193,7 @@ class RolloutBatches:
             again = self._open(rollout_id)
             if again is None:
                 logger.warning("batch %s of rollout %d is not open any more: %s", batch.id, rollout_id, error)
-            elif again.batch.delivery == batch.delivery:
+            elif self._is_mine(again) and again.batch.delivery == batch.delivery:
                 raise
             else:
                 self._finish(rollout_id, again)
@@ -221,18 +221,24 @@ class RolloutBatches:
         """Make the groups of batches that an earlier process left ready again, for a sampler that takes groups and
         not batches. Returns how many."""
         count = 0
-        for found in self._all_open():
-            if not self._is_mine(found):
+        while left := [found for found in self._all_open() if not self._is_mine(found)]:
+            for found in left:
                 taken = self._take_again(_number(found.consumer))
                 if taken is not None:
-                    self._return(taken)
+                    count += len(taken.groups) * self._return(taken)
                     self._mine.pop(_number(found.consumer), None)
-                    count += len(taken.groups)
         return count
 
-    def _return(self, batch: Batch) -> None:
+    def _return(self, batch: Batch) -> bool:
+        """Whether its groups are ready again. With its session lost in between the batch is open still, and
+        nobody's."""
         queue = self._pool.queue(self._queue_name)
-        sure(self._pool, lambda request: queue.return_batch(batch, request_id=request))
+        try:
+            sure(self._pool, lambda request: queue.return_batch(batch, request_id=request))
+        except Fenced as error:
+            logger.warning("batch %s is not given back yet: %s", batch.id, error)
+            return False
+        return True
 
     # -- looking --------------------------------------------------------------------------------------------------
 

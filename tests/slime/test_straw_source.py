@@ -510,6 +510,43 @@ def test_a_rollout_is_finished_though_the_session_that_collected_it_was_lost(mak
     assert (counts(source).trained, counts(source).ready, counts(source).in_batch) == (2, 2, 0)
 
 
+def _lose_session_before(source: StrawDataSource, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, in the moment before the next such command is committed."""
+    commit, lost = source.pool.commit, []
+
+    def lose(asked: Any, *more: Any, **options: Any) -> Any:
+        if type(asked).__name__ == command and not lost:
+            lost.append(asked)
+            _lose_session(source).close()
+        return commit(asked, *more, **options)
+
+    monkeypatch.setattr(source.pool, "commit", lose)
+
+
+def test_a_session_that_is_lost_in_the_moment_of_a_finish_costs_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make()
+    worked(source, 4)
+    source.collect(0, 2)
+    _lose_session_before(source, "FinishBatch", monkeypatch)
+    source.finish(0)
+    assert (counts(source).trained, counts(source).ready, counts(source).in_batch) == (2, 2, 0)
+
+
+def test_a_session_that_is_lost_while_batches_are_given_back_leaves_none_behind(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make()
+    worked(source, 4)
+    source.collect(0, 2)
+    source.close()
+    again = make()
+    _lose_session_before(again, "ReturnBatch", monkeypatch)
+    assert len(again.get_samples(4)) == 4
+    assert counts(again).in_batch == 0
+
+
 def test_a_batch_whose_reply_and_session_were_lost_is_taken_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make()
     worked(source, 4)
