@@ -16,6 +16,12 @@ from strawq_workers.rollout.station import RolloutFailed
 log = logging.getLogger("strawq.rollout")
 
 
+def remedy(pool: Pool) -> str:
+    """What an operator does about dead letters, once their reason is mended."""
+    path = pool.path
+    return f"`strawq failed list {path}` shows them, `strawq failed retry {path} --all` sends them back to work"
+
+
 class Failures:
     """The ends of one queue's groups since the last one that was accepted, from one look to the next. `limit`: so many
     failures in a row are too many."""
@@ -74,10 +80,7 @@ class Failures:
         letters = self._pool.queue(self._queue).dead_letters()
         newest = max(letters, key=lambda task: task.order, default=None)
         why = f"the newest is {newest.id}: {newest.reason}; " if newest is not None else ""
-        path = self._pool.path
-        return (
-            f"{why}`strawq failed list {path}` shows them, `strawq failed retry {path} --all` sends them back to work"
-        )
+        return why + remedy(self._pool)
 
     def _view(self) -> QueueView:
         return self._pool.inspect().queues[self._queue]

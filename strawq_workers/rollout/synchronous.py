@@ -17,6 +17,7 @@ from strawq.errors import BadInput, TryAgain
 from strawq.handles import Leases
 from strawq.model import policy_number
 from strawq_workers.admission.refill import RolloutPlan
+from strawq_workers.rollout.failures import remedy
 from strawq_workers.rollout.intake import STOPPED, PlanIntake
 from strawq_workers.rollout.measures import WorkRates, group_metrics, rollout_metrics
 from strawq_workers.rollout.selection import select
@@ -163,7 +164,8 @@ async def generate(
     finally:
         station.account = plan.close()
     if intake.last.action == "failed":
-        raise RolloutFailed(intake.last.reason)
+        dead = "" if source.pool is None else f"; dead letters: {len(place.dead)}, {remedy(source.pool)}"
+        raise RolloutFailed(intake.last.reason + dead)
     if summary.reason != STOPPED and plan.missing and stop.is_set():
         raise Interrupted(f"the rollout was told to stop with {plan.kept_count} of {plan.target} groups")
     if plan.missing:

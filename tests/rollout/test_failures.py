@@ -61,6 +61,15 @@ def test_a_hook_that_always_raises_ends_a_rollout_on_a_pool_before_the_data_are_
     assert len(out.samples) == 3
 
 
+def test_a_synchronous_rollout_says_what_to_do_about_its_dead_letters(source_of, engine):
+    source = source_of("straw")
+    with pytest.raises(
+        RolloutFailed, match=r"reward hook raised RuntimeError: no judge at all; dead letters: [123], `"
+    ) as error:
+        generate_rollout(source.args(custom_rm_path="rollout_hooks.no_judge"), 0, source.data)
+    assert f"`strawq failed retry {source.data.pool.path} --all`" in str(error.value)
+
+
 def test_groups_that_fail_among_others_are_told_and_the_rollout_goes_on(source_of, engine, caplog):
     source = source_of("straw")
     args = source.args(rollout_workers=1, custom_rm_path="rollout_hooks.raises_for_every_third", rollout_batch_size=12)
