@@ -1,26 +1,37 @@
 """Collected batches as JSON lines, one for each group, in a file or on stdout.
 
-The rule: a batch is finished when its lines are where they should be, never before. A file knows by itself which
-batches stand in it, so there one that comes again is not written twice; from stdout nothing can be taken back.
+The rule: a batch is finished when its lines are where they should be, never before. A file is one run's at a time. It
+knows by itself which batches stand in it, so there one that comes again is not written twice; from stdout nothing can
+be taken back.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
-from strawq.errors import BadInput, Fenced
+from strawq.errors import BadInput, Fenced, StorageFailed, TryAgain
 from strawq.handles import Batch
 from strawq.pool import Pool
 from strawq.samples import Group
 from strawq.standard_output import write_stdout
 from strawq_workers.collector import Collector
+from strawq_workers.durable import sync_directory
+
+log = logging.getLogger("strawq.collect")
+
+_BEGIN = b'{"batch":"'
+"""Of a line, as `group_record` makes it."""
+_READ_BYTES = 1 << 20
 
 
 class CollectSummary(msgspec.Struct, frozen=True):
@@ -83,7 +94,8 @@ def collect_to_jsonl(
     cannot be written to stdout is given back, and `BrokenPipeError` or `StorageFailed` say why.
 
     A file that is there is continued: a batch that an earlier run wrote, and did not live to finish, is not written
-    twice. So one that cannot be written to a file stays open, and comes again."""
+    twice. So one that cannot be written to a file stays open, and comes again. Raises `TryAgain` while another run
+    writes to the file, and `StorageFailed` if somebody changes or removes it meanwhile."""
     collector = Collector(pool, queue, consumer)
     groups = tokens = done = 0
     metrics: dict[str, float] = {}
@@ -113,12 +125,17 @@ def collect_to_jsonl(
 
 
 class _Lines:
-    """The output file: knows which batches stand in it, and cuts off one that stands there by half."""
+    """The output file: one run's at a time, by a lock that goes with the process. It knows which batches stand in it.
+
+    No lock is relied on: bytes are added at the end, wherever that is, and a batch counts as written once the file is
+    as this run left it, with the batch's lines in it."""
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self._path = None if os.fspath(out) == "-" else Path(out)
-        self._file: BinaryIO | None = None
+        self._fd = -1
         self._starts: dict[str, int] = {}
+        self._end = 0  # of whole lines
+        self._size = 0  # as this run left it
 
     @property
     def remembers(self) -> bool:
@@ -127,44 +144,93 @@ class _Lines:
 
     def __enter__(self) -> _Lines:
         if self._path is not None:
-            self._file = open(self._path, "r+b" if self._path.exists() else "w+b")
+            self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
+                self._lock()
                 self._read()
             except BaseException:
-                self._file.close()
+                os.close(self._fd)
                 raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def _lock(self) -> None:
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            raise BadInput(f"{self._path} is no regular file; leave --out away, and lines go to stdout")
+        try:
+            # Not a record lock: those exclude nobody within a process, and go when anybody closes the file.
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise TryAgain(
+                f"somebody else is writing to {self._path}: wait until that has ended, or write to another file"
+            ) from error
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): let nobody else write to it", self._path, error.strerror)
 
     def _read(self) -> None:
-        assert self._file is not None
-        at = 0
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break
-            try:
-                self._starts.setdefault(json.loads(line)["batch"], at)
-            except (ValueError, KeyError, TypeError) as error:
-                raise BadInput(f"{self._path} has a line at byte {at} that is no collected group: {error}") from error
-            at += len(line)
-        self._file.seek(at)
+        with open(self._fd, "rb", closefd=False) as file:
+            for line in file:
+                ends = line.endswith(b"\n")
+                if not ends and (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
+                    break
+                try:
+                    if not ends:
+                        raise ValueError("it is cut off, and does not begin as one")
+                    self._starts.setdefault(json.loads(line)["batch"], self._end)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise BadInput(
+                        f"{self._path} has a line at byte {self._end} that is no collected group: {error}"
+                    ) from error
+                self._end += len(line)
+        self._size = os.fstat(self._fd).st_size
+        if not self._size:
+            sync_directory(Path(os.path.realpath(str(self._path))).parent)
 
     def write(self, batch: str, records: list[dict[str, Any]]) -> None:
         data = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-        if self._file is None:
+        if self._path is None:
             write_stdout(data)
             return
-        start = self._starts.get(batch)
-        if start is not None:
-            # An earlier run wrote it, whole or in part, and did not live to finish it: then it is the last one there.
-            if start != max(self._starts.values()):
-                raise BadInput(f"{self._path} holds batch {batch} in front of others; write to a new file")
-            self._file.seek(start)
-            self._file.truncate()
-        self._starts[batch] = self._file.tell()
-        self._file.write(data)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        start = self._starts.setdefault(batch, self._end)
+        self._require(batch, self._is_as_left())
+        there = self._size - start  # what an earlier run wrote, and did not live to finish
+        if self._end < self._size and not (there <= len(data) and self._stands(start, data[:there])):
+            os.ftruncate(self._fd, self._end)  # half a line, of a batch that has not come again
+            self._size, there = self._end, self._end - start
+        if not self._stands(start, data[:there]):
+            raise BadInput(
+                f"{self._path} holds another batch {batch}, or part of it in front of others; use a new file"
+            )
+        left = memoryview(data)[there:]
+        if left:
+            self._end = self._size = start + len(data)
+        while left:
+            left = left[os.write(self._fd, left) :]
+        os.fsync(self._fd)
+        self._require(batch, self._is_as_left() and self._stands(start, data))
+
+    def _is_as_left(self) -> bool:
+        """Whether the path still leads to the file that was opened, and nobody has added to it or cut it."""
+        found = os.fstat(self._fd)
+        try:
+            named = os.stat(str(self._path))
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, named) and found.st_size == self._size
+
+    def _stands(self, start: int, data: bytes) -> bool:
+        """Whether these bytes stand there."""
+        return all(
+            os.pread(self._fd, _READ_BYTES, start + at)[: len(data) - at] == data[at : at + _READ_BYTES]
+            for at in range(0, len(data), _READ_BYTES)
+        )
+
+    def _require(self, batch: str, as_left: bool) -> None:
+        if not as_left:
+            raise StorageFailed(
+                f"{self._path} was changed or removed by somebody else while this run wrote to it: batch {batch} is "
+                "not finished; see what has become of the file, and run the command again: the batch comes again"
+            )

@@ -1,11 +1,16 @@
+import errno
+import fcntl
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from strawq import Pool, Prompt, QueueConfig, Sample, VersionSpan
 from strawq.core.commands import Expire
-from strawq.errors import BadInput, Damaged, Fenced, OutcomeUnknown, TryAgain
+from strawq.errors import BadInput, Damaged, Fenced, OutcomeUnknown, StorageFailed, TryAgain
 from strawq.export import group_values
 from strawq.samples import Group
 from strawq_workers.collected_lines import collect_to_jsonl
@@ -230,18 +235,173 @@ def test_a_run_that_died_before_it_finished_a_batch_does_not_write_it_twice(tmp_
         pool.commit(Expire(request="e", session=first.keeper.current))
     assert len(rows(out)) == 2
     with out.open("ab") as torn:
-        torn.write(b'{"batch": "main/b1", "task"')
+        torn.write(b'{"batch":"main/b3","task"')
     collect_to_jsonl(pool, out, count=2, batches=2, timeout=5)
     assert [row["group_id"] for row in rows(out)] == ["g0", "g1", "g2", "g3"]
 
 
-def test_a_file_of_something_else_is_not_written_over(tmp_path, pool):
+@pytest.mark.parametrize("torn", [1, 40, 700])
+def test_a_batch_that_was_written_by_half_is_completed_where_it_stands(tmp_path, pool, torn):
+    fill(pool, ["1"] * 4)
+    out = tmp_path / "out.jsonl"
+    collect_to_jsonl(pool, tmp_path / "whole.jsonl", count=2, batches=1, timeout=5)
+    collect_to_jsonl(pool, tmp_path / "second.jsonl", count=2, batches=1, timeout=5)
+    whole = (tmp_path / "second.jsonl").read_bytes()
+    with Pool.init(tmp_path / "again") as again:
+        fill(again, ["1"] * 4)
+        collect_to_jsonl(again, out, count=2, batches=1, timeout=5)
+        before = out.read_bytes()
+        with out.open("ab") as file:
+            file.write(whole[:torn])
+        collect_to_jsonl(again, out, count=2, batches=1, timeout=5)
+        assert out.read_bytes() == before + whole
+
+
+def test_a_batch_of_another_pool_with_the_same_name_is_not_written_over(tmp_path, pool):
+    out = tmp_path / "out.jsonl"
+    fill(pool, ["1"] * 2)
+    collect_to_jsonl(pool, out, count=2, batches=1, timeout=5)
+    before = out.read_bytes()
+    with Pool.init(tmp_path / "other") as other:
+        fill(other, ["2"] * 2)
+        with pytest.raises(BadInput, match="another batch main/b1"):
+            collect_to_jsonl(other, out, count=2, batches=1, timeout=5)
+        assert other.queue().counts().trained == 0
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["my notes\n", "my notes", '{"batch": 1}', '["batch"]\n'])
+def test_a_file_of_something_else_is_not_written_over(tmp_path, pool, text):
     fill(pool, ["1"])
     out = tmp_path / "notes.txt"
-    out.write_text("my notes\n")
+    out.write_text(text)
     with pytest.raises(BadInput, match="no collected group"):
-        collect_to_jsonl(pool, out, count=1, timeout=5)
-    assert out.read_text() == "my notes\n" and pool.queue().counts().ready == 1
+        collect_to_jsonl(pool, out, count=1, batches=1, timeout=5)
+    assert out.read_text() == text and pool.queue().counts().ready == 1
+
+
+def meanwhile(pool, out, act, **options):
+    """Collects two batches of two groups; `act` is called between them."""
+    fill(pool, ["1"] * 2)
+    called = []
+
+    def wait(_seconds):
+        if not called:
+            called.append(True)
+            act()
+            fill(pool, ["1"] * 2, start=2)
+
+    return collect_to_jsonl(pool, out, count=2, batches=2, timeout=30, wait=wait, **options)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "symlink", "hard link"])
+def test_a_second_run_on_the_same_file_is_refused_before_it_takes_a_batch(tmp_path, pool, name):
+    out, same = tmp_path / "out.jsonl", tmp_path / name
+    out.touch()
+    if name == "symlink":
+        same.symlink_to(out)
+    elif name == "hard link":
+        same.hardlink_to(out)
+
+    def second():
+        with Pool.open(pool.path) as other:
+            fill(other, ["1"] * 2, start=8)
+            with pytest.raises(TryAgain, match=f"somebody else is writing to {same}: wait"):
+                collect_to_jsonl(other, same, count=2, batches=1, consumer="other", timeout=5)
+            assert (other.queue().counts().ready, other.queue().counts().in_batch) == (2, 0)
+
+    assert meanwhile(pool, out, second).groups == len(rows(out)) == 4
+    assert collect_to_jsonl(pool, same, count=2, batches=1, consumer="other", timeout=5).groups == 2
+    assert len(rows(out)) == 6 == pool.queue().counts().trained
+
+
+HOLD = """
+import sys
+from strawq_workers.collected_lines import collect_to_jsonl
+from strawq import Pool
+def wait(_):
+    print("waits", flush=True)
+    sys.stdin.read()
+with Pool.open(sys.argv[1]) as pool:
+    collect_to_jsonl(pool, sys.argv[2], count=1, batches=1, wait=wait)
+"""
+
+
+def test_a_killed_run_does_not_keep_the_file(tmp_path, pool):
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-c", HOLD, str(pool.path), str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"waits\n"
+        fill(pool, ["1"])
+        with pytest.raises(TryAgain, match="somebody else is writing"):
+            collect_to_jsonl(pool, out, count=1, batches=1, timeout=5)
+        holder.kill()
+        holder.wait(20)
+    assert collect_to_jsonl(pool, out, count=1, batches=1, timeout=5).groups == 1
+
+
+@pytest.mark.parametrize("answer", ["granted", "refused"])
+def test_without_a_lock_that_excludes_no_run_writes_over_the_others_lines(tmp_path, pool, monkeypatch, answer):
+    def flock(_fd, _how):
+        if answer == "refused":
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    out = tmp_path / "out.jsonl"
+
+    def second():
+        fill(pool, ["1"] * 2, start=4)
+        collect_to_jsonl(pool, out, count=2, batches=1, consumer="other", timeout=5)
+
+    with Pool.open(pool.path) as first:
+        with pytest.raises(StorageFailed, match="batch main/b3 is not finished"):
+            meanwhile(first, out, second)
+        pool.commit(Expire(request="e", session=first.keeper.current))
+    counts = pool.queue().counts()
+    assert (counts.trained, counts.in_batch, len(rows(out))) == (4, 2, 4)
+    collect_to_jsonl(pool, out, count=2, batches=1, timeout=5)
+    assert [row["group_id"] for row in rows(out)] == ["g0", "g1", "g4", "g5", "g2", "g3"]
+    assert pool.queue().counts().trained == 6
+
+
+CHANGES = {
+    "removed": lambda out: out.unlink(),
+    "replaced": lambda out: (out.with_name("new").write_bytes(out.read_bytes()), out.with_name("new").replace(out)),
+    "emptied": lambda out: os.truncate(out, 0),
+    "cut": lambda out: os.truncate(out, out.stat().st_size - 1),
+    "added to": lambda out: os.truncate(out, out.stat().st_size + 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("when", ["between two batches", "while one is written"])
+def test_a_batch_is_not_finished_in_a_file_that_somebody_else_changed(tmp_path, pool, monkeypatch, change, when):
+    out = tmp_path / "out.jsonl"
+    between = when == "between two batches"
+    fsync, synced = os.fsync, []
+
+    def change_before_it_is_durable(fd):
+        if out.exists() and os.path.samestat(os.fstat(fd), out.stat()):
+            synced.append(fd)
+            if len(synced) == 2:
+                CHANGES[change](out)
+        fsync(fd)
+
+    if not between:
+        monkeypatch.setattr(os, "fsync", change_before_it_is_durable)
+    with pytest.raises(StorageFailed, match=r"somebody else .*: batch main/b2 is not finished"):
+        meanwhile(pool, out, lambda: CHANGES[change](out) if between else None)
+    counts = pool.queue().counts()
+    assert (counts.trained, counts.in_batch) == (2, 2)
+
+
+def test_lines_go_to_no_pipe_or_device_by_name(tmp_path, pool):
+    fill(pool, ["1"])
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(BadInput, match="is no regular file; leave --out away"):
+            collect_to_jsonl(pool, name, count=1, batches=1, timeout=5)
+    assert pool.queue().counts().ready == 1
 
 
 def test_a_damaged_group_is_named_and_the_batch_stays_open(tmp_path, pool):
