@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from strawq.errors import BadInput, StrawqError
 from strawq_workers.worker.group import GroupRun
@@ -44,6 +44,9 @@ class Watcher:
         self._paused_at = 0.0
         self._told = False
         self._said: set[str] = set()
+        self._own: set[str] = set()
+        self._gone: set[str] = set()
+        """Sessions that were this worker's, and those of them that have ended without it."""
         self._seconds = min(LOOK_SECONDS_MAX, place.options.lease_seconds / 4)
 
     async def run(self) -> None:
@@ -51,12 +54,14 @@ class Watcher:
             while True:
                 await first_of(self.look_now, timeout=self._seconds)
                 self.look_now.clear()
+                # What is leased while the pool is looked at, the look may not know of.
+                held, session = list(self.runs()), self.place.queue.session
                 try:
                     around = await self.place.queue.look()
                 except (StrawqError, OSError) as error:
                     log.warning("the pool cannot be read just now: %s", error)
                     continue
-                self._let_go(around)
+                self._let_go(around, held, session)
                 before = self.place.admission.free_groups(), self.peers
                 self._take(around)
                 if before != (self.place.admission.free_groups(), self.peers):
@@ -98,8 +103,12 @@ class Watcher:
 
     # -- leases -------------------------------------------------------------------------------------------------
 
-    def _let_go(self, around: Around) -> None:
-        for run in self.runs():
+    def _let_go(self, around: Around, held: Sequence[GroupRun], session: str) -> None:
+        self._own |= {session, *(run.lease.session for run in held)} - {""}
+        gone = self._own - around.sessions - self._gone
+        self.place.counters.sessions_lost += len(gone)
+        self._gone |= gone
+        for run in held:
             lease = run.lease
             if run.lost:
                 continue
@@ -109,8 +118,6 @@ class Watcher:
                 self._said.add(f"b {lease.branch}")
                 run.lose(f"branch {around.branch} is active")
             elif lease.session not in around.sessions:
-                self.place.counters.sessions_lost += f"s {lease.session}" not in self._said
-                self._said.add(f"s {lease.session}")
                 run.lose(f"session {lease.session} has ended")
 
     def _say(self, what: str) -> None:

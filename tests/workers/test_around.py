@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import urllib.request
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -256,3 +257,32 @@ async def test_a_worker_resumes_what_is_left_of_a_session_that_died(stage_of):
         summary = await worker
         assert summary.counters.groups_accepted == 1 and summary.counters.tokens_resumed >= held.task.tokens
         assert not stop.is_set()
+
+
+async def test_a_look_that_began_before_a_lease_does_not_call_it_lost(stage_of):
+    """The pool was read, then a new session leased, then the worker heard of what was read."""
+    async with stage_of() as stage:
+        stop = asyncio.Event()
+        worker = stage.start(stop)
+        await stage.until("the worker is there", lambda: stage.worker is not None, worker)
+        place, watcher = stage.worker.place, stage.worker.watcher
+        lost, leased, before_each_look = [], [], []
+        lease = SimpleNamespace(branch="main", session="of-the-new-session")
+        run = SimpleNamespace(lease=lease, lost="", lose=lost.append)
+        look = place.queue.look
+
+        async def look_and_be_late():
+            before_each_look.append((len(leased), len(lost)))
+            around = await look()
+            leased.append(run)
+            watcher.look_now.set()
+            return around
+
+        place.queue.look, watcher.runs = look_and_be_late, lambda: leased[:1]
+        await stage.until("several looks", lambda: len(before_each_look) > 3, worker)
+        judged = dict(before_each_look)
+        assert judged[1] == 0 and judged[2] == 1, "not by the look that it came behind, and by the next"
+        assert place.counters.sessions_lost == 1, "the session is counted once"
+        watcher.runs = list
+        stop.set()
+        await worker
