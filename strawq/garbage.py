@@ -34,6 +34,8 @@ SEEN_WAIT_SECONDS = 5.0
 STAGING_LOOK_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 SWEEP_AGAIN_EPOCHS = 16
+TASKS_NAMED = 50
+"""So many tasks of one object are named; a record has up to some thousands."""
 
 
 class Removal(msgspec.Struct, frozen=True):
@@ -348,3 +350,21 @@ def explain(state: State) -> dict[str, tuple[str, ...]]:
         for digest in archive.objects:
             reasons.setdefault(digest, set()).add(f"archive {archive.name}")
     return {digest: tuple(sorted(why)) for digest, why in sorted(reasons.items())}
+
+
+def way_on(state: State, digest: str) -> str:
+    """How to go on without an object that cannot be read: the groups of the active branch that need it, by queue."""
+    ends = []
+    fresh = False
+    for name in state.branch.queues:
+        queue = state.branch.queues[name]
+        fresh |= any(submission.object == digest for submission in queue.submissions.values())
+        tasks = [task.id for task in queue.tasks.values() if digest in {part.object for part in task.parts}]
+        if tasks:
+            more = f" and {len(tasks) - TASKS_NAMED} more" if len(tasks) > TASKS_NAMED else ""
+            ends.append(f"`strawq drop POOL -q {name} --reason damaged {' '.join(tasks[:TASKS_NAMED])}{more}`")
+    return (
+        "restore the file from a copy"
+        + (f", or end the groups that need it: {', '.join(ends)}" if ends else "")
+        + (", or let workers try its fresh prompts: they become dead letters, which can be dropped" if fresh else "")
+    )

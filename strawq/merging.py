@@ -21,7 +21,7 @@ import msgspec
 from strawq.core import commands as c
 from strawq.core import events as e
 from strawq.core.machine import Machine
-from strawq.errors import Damaged, Gone, StrawqError
+from strawq.errors import Damaged, Gone, StorageFailed
 from strawq.limits import MERGE_FILES, MERGE_OBJECT_BYTES, MERGED_FILE_BYTES, MERGED_OBJECTS
 from strawq.model import ObjectRef, StoredObject
 from strawq.storage import layout
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from strawq.pool import Pool
 
 _MOVE_TRIES = 20
+SICK_FILES = 16
+"""So many files that cannot be read make a mount that cannot."""
 
 Read = tuple[StoredObject, bytes]
 """An object and its bytes, checked."""
@@ -58,7 +60,7 @@ class Merging(msgspec.Struct, frozen=True):
 @file_calls("merge", "small objects")
 def merge_objects(pool: Pool, *, enough: int | None = None, dry_run: bool = False) -> Merging:
     """Merge what closed epochs hold in small files, if they are `enough` (`MERGE_FILES`). A dry run counts as if the
-    present epoch were closed already, and estimates `into`. An object that is damaged stays where it is: `verify`
+    present epoch were closed already, and estimates `into`. An object that cannot be read stays where it is: `verify`
     names it."""
     sparse = plan_merge(pool, enough=enough, as_if_closed=dry_run)
     objects = [row for file in sparse for row in file.objects]
@@ -69,8 +71,7 @@ def merge_objects(pool: Pool, *, enough: int | None = None, dry_run: bool = Fals
     left: set[str] = set()
     into = 0
     moved: list[ObjectRef] = []
-    # What is gone has ended since; what is damaged is left alone.
-    for together in bins(read_objects(pool, objects, skip=(Gone, Damaged))):
+    for together in bins(_readable(pool, objects)):
         paths = {records_path(row.ref) for row, _ in together}
         if len(paths) > 1:  # else it would only be copied
             refs = move_together(pool, together)
@@ -113,12 +114,22 @@ def records_path(ref: ObjectRef) -> str:
     return layout.record_file(ref.epoch, ref.name)
 
 
-def read_objects(pool: Pool, rows: Iterable[StoredObject], skip: tuple[type[StrawqError], ...]) -> Iterator[Read]:
-    """The bytes of each, without those of which reading them raises an error to `skip`."""
+def _readable(pool: Pool, rows: Iterable[StoredObject]) -> Iterator[Read]:
+    """The bytes of those that are there and whole. A file that the mount does not read is not asked for its other
+    objects; `StorageFailed` where that is `SICK_FILES` of them, for each is waited for."""
+    sick: set[str] = set()
     for row in rows:
+        path = records_path(row.ref)
+        if path in sick:
+            continue
         try:
             data = pool.objects.read_checked(row)
-        except skip:
+        except (Gone, Damaged):
+            continue
+        except StorageFailed:
+            sick.add(path)
+            if len(sick) == SICK_FILES:
+                raise
             continue
         yield row, data
 

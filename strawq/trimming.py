@@ -3,18 +3,23 @@
 The order is the protocol: inline objects of the entries to be trimmed get files; a snapshot at or above the floor is
 durable; the floor is written where every committer looks for it; the trim is logged; only then does the first entry
 go. It can die between any two of these and be run again. A floor is adopted, never overwritten.
+
+An inline object that is live and cannot be read keeps its entry: whatever becomes readable again is in there, and
+bytes that are not what their name says get no second place. The floor stays below it until nothing reaches it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from strawq.core import commands as c
 from strawq.core.machine import Machine
-from strawq.errors import Gone
+from strawq.errors import Damaged, Gone, StorageFailed, StrawqError
+from strawq.garbage import explain, way_on
 from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT, TRIM_ENTRIES
 from strawq.merging import Read, bins, move_together
 from strawq.model import StoredObject
@@ -30,12 +35,14 @@ _MOVE_TRIES = 20
 
 
 class Trimmed(msgspec.Struct, frozen=True):
-    """Entries below `floor` are gone: `entries` and `snapshots` were removed now, `moved` objects got files."""
+    """Entries below `floor` are gone: `entries` and `snapshots` were removed now, `moved` objects got files.
+    `unfinished` says why the floor is lower than was asked for, what depends on it, and the remedy."""
 
     floor: int
     entries: int
     snapshots: int
     moved: int
+    unfinished: tuple[str, ...] = ()
 
 
 @file_calls("trim", "the log")
@@ -50,19 +57,24 @@ def trim_log(
     """Remove entries that are older than the newest `keep_entries` and lie behind every kept snapshot.
 
     The floor stays at or below the oldest of `snapshots_kept` snapshots, so that one damaged snapshot does not cost
-    the pool. It moves by whole `step`s; 0: of a segment each, so that directories go with their entries."""
+    the pool. It moves by whole `step`s; 0: of a segment each, so that directories go with their entries. A dry run
+    reads what would move."""
     files = pool.files
     head: int = pool.log.refresh(lambda machine: machine.seq)
     kept = snapshot_numbers(files)[:snapshots_kept]
     behind = min(kept) + 1 if len(kept) >= 2 or (kept and snapshots_kept < 2) else 0
     floor = min(behind, head - keep_entries)
-    floor -= floor % (step or ENTRIES_PER_SEGMENT)
+    step = step or ENTRIES_PER_SEGMENT
+    floor -= floor % step
     done: int = pool.log.peek(lambda machine: machine.state.meta.floor)
-    if dry_run:
-        return Trimmed(max(floor, done), len(_entries_below(pool, floor)), len(_superseded(pool, kept)), 0)
     moved = 0
+    unfinished: tuple[str, ...] = ()
     if floor > done:
-        moved = _move_inline(pool, floor)
+        moved, floor, unfinished = _move_inline(pool, floor, step, dry_run)
+    if dry_run:
+        floor = max(floor, done)
+        return Trimmed(floor, len(_entries_below(pool, floor)), len(_superseded(pool, kept)), moved, unfinished)
+    if floor > done:
         pool.log.snapshot()
         floor = _announce(pool, floor)
     floor = max(floor, done)
@@ -70,44 +82,62 @@ def trim_log(
     superseded = _superseded(pool, kept)
     for seq in superseded:
         files.remove(layout.snapshot(seq))
-    return Trimmed(floor, entries, len(superseded), moved)
+    return Trimmed(floor, entries, len(superseded), moved, unfinished)
 
 
 def _superseded(pool: Pool, kept: Sequence[int]) -> list[int]:
     return [seq for seq in snapshot_numbers(pool.files) if kept and seq < min(kept)]
 
 
-def _move_inline(pool: Pool, floor: int) -> int:
+def _move_inline(pool: Pool, floor: int, step: int, dry_run: bool) -> tuple[int, int, tuple[str, ...]]:
     """Give files to the objects that ride inside entries below `floor` and that the state still reaches, many to a
-    file."""
+    file. Returns how many moved, the floor below which none is left, and what stands in the way of a higher one."""
     moved = 0
-    rows: list[StoredObject] = []
+    unfinished: tuple[str, ...] = ()
     for _ in range(_MOVE_TRIES):
-        rows = pool.log.refresh(lambda machine: _inline_below(machine, floor))
+        rows = pool.log.refresh(partial(_inline_below, floor))
         if not rows:
-            return moved
-        for together in bins(_read_live(pool, rows)):
-            moved += len(move_together(pool, together))
+            return moved, floor, unfinished
+        stuck: list[tuple[StoredObject, StrawqError]] = []
+        for together in bins(_read_live(pool, rows, stuck)):
+            moved += len(together) if dry_run else len(move_together(pool, together))
+        for row, error in stuck:
+            floor = row.seq - row.seq % step
+            unfinished = (_in_the_way(pool, row, floor, error),)
+        if dry_run:
+            return moved, floor, unfinished
     raise storage_failed(
         "trim", "the log", OSError(f"objects inside entries below {floor} would not move in {_MOVE_TRIES} tries")
     )
 
 
-def _read_live(pool: Pool, rows: Iterable[StoredObject]) -> Iterator[Read]:
-    """The bytes of those that have not ended meanwhile. `Gone` for one that the state still reaches: reading has waited
-    for it, and another try would only wait again."""
+def _read_live(
+    pool: Pool, rows: Iterable[StoredObject], stuck: list[tuple[StoredObject, StrawqError]]
+) -> Iterator[Read]:
+    """The bytes of those that have not ended meanwhile, up to the first that is live and cannot be read: that one goes
+    to `stuck`. Reading has waited for it, and what lies behind it stays with it."""
     for row in rows:
         try:
             data = pool.objects.read_checked(row)
-        except Gone as error:
+        except (Damaged, Gone, StorageFailed) as error:
             now = pool.locate(row.ref.digest)
             if now is not None and now.ref == row.ref:
-                raise Gone(f"{error}; the log is not trimmed: `strawq verify` says what depends on it") from error
+                stuck.append((row, error))
+                return
             continue
         yield row, data
 
 
-def _inline_below(machine: Machine, floor: int) -> list[StoredObject]:
+def _in_the_way(pool: Pool, row: StoredObject, floor: int, error: StrawqError) -> str:
+    def look(machine: Machine) -> tuple[str, str]:
+        reasons = explain(machine.state).get(row.ref.digest, ())
+        return ", ".join(reasons), way_on(machine.state, row.ref.digest)
+
+    depends, remedy = pool.log.refresh(look)
+    return f"the log is kept from entry {floor} on: {error}; needed by {depends or 'nothing by now'}; {remedy}"
+
+
+def _inline_below(floor: int, machine: Machine) -> list[StoredObject]:
     rows = [row for row in machine.state.objects.values() if row.ref.epoch == 0 and row.seq < floor]
     # What came at one time often ends at one time.
     return sorted(rows, key=lambda row: (row.seq, row.offset))

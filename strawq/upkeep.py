@@ -161,6 +161,8 @@ class Upkeep:
         self.entries += done.entries
         if done.entries:
             logger.info("trimmed %d log entries and %d snapshots", done.entries, done.snapshots)
+        if done.unfinished:
+            self._problems["the log was not trimmed in full"] = "; ".join(done.unfinished)
 
     def _merge(self) -> None:
         done = merge_objects(self._pool)

@@ -20,7 +20,7 @@ from strawq.core.invariants import findings as unsound
 from strawq.core.machine import Machine
 from strawq.core.state import State
 from strawq.errors import Damaged, Gone, StorageFailed, StrawqError
-from strawq.garbage import STAGING_LOOK_SECONDS, explain
+from strawq.garbage import STAGING_LOOK_SECONDS, explain, way_on
 from strawq.model import StoredObject
 from strawq.storage import layout
 from strawq.storage.entry import Entry
@@ -33,9 +33,6 @@ from strawq.storage.snapshots import Snapshot, decode_snapshot, snapshot_numbers
 
 if TYPE_CHECKING:
     from strawq.pool import Pool
-
-TASKS_NAMED = 50
-"""So many tasks of one damaged object are named; a record has up to some thousands."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is checked, how much is done and how much there is."""
@@ -243,7 +240,7 @@ def _check_objects(pool: Pool, state: State, full: bool, found: list[Finding], p
         if at % 50 == 0:
             progress("objects", at, len(rows))
         for path, problem in _object_problems(pool, row, full):
-            found.append(Finding(path, problem, reasons.get(row.ref.digest, ()), _without(state, row.ref.digest)))
+            found.append(Finding(path, problem, reasons.get(row.ref.digest, ()), way_on(state, row.ref.digest)))
         if full:
             hashed += row.ref.bytes + row.ref.pack_bytes
         if row.ref.file:
@@ -251,21 +248,6 @@ def _check_objects(pool: Pool, state: State, full: bool, found: list[Finding], p
     for path, there in merged.items():
         found += _merged_problems(pool, path, there, full, reasons)
     return hashed
-
-
-def _without(state: State, digest: str) -> str:
-    """How to go on without an object: the groups of the active branch that need it, by queue."""
-    ends = []
-    for name in state.branch.queues:
-        tasks = [
-            task.id for task in state.branch.queues[name].tasks.values() if digest in {p.object for p in task.parts}
-        ]
-        if tasks:
-            named = " ".join(tasks[:TASKS_NAMED]) + (
-                f" and {len(tasks) - TASKS_NAMED} more" * (len(tasks) > TASKS_NAMED)
-            )
-            ends.append(f"`strawq drop POOL -q {name} --reason damaged {named}`")
-    return "restore the file from a copy" + (f", or end the groups that need it: {', '.join(ends)}" if ends else "")
 
 
 def _merged_problems(

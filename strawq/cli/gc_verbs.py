@@ -44,7 +44,7 @@ def gc(
         plan, done = collect_garbage(open_pool, dry_run=dry_run)
         trimmed, unfinished = _trim(open_pool, keep_entries, dry_run)
         merged, unmerged = (None, ()) if no_merge else _merge(open_pool, dry_run)
-        unfinished = (*done.unfinished, *unfinished, *unmerged)
+        unfinished = (*done.unfinished, *unfinished, *(trimmed.unfinished if trimmed else ()), *unmerged)
         kept = retained(open_pool) if explain else ()
     files = len(plan.removals) if dry_run else done.files
     freed = sum(removal.bytes for removal in plan.removals) if dry_run else done.bytes
@@ -73,24 +73,24 @@ def gc(
 
 
 def _trim(pool: Pool, keep_entries: int, dry_run: bool) -> tuple[Trimmed | None, tuple[str, ...]]:
-    """Trimming writes before it frees; what a full disk did not allow is told, not raised."""
-    from strawq.errors import StorageFailed
+    """What went wrong with the log is told, not raised: what was collected is reported, and files are merged."""
+    from strawq.errors import StrawqError
     from strawq.trimming import trim_log
 
     try:
         return trim_log(pool, keep_entries=keep_entries, dry_run=dry_run), ()
-    except StorageFailed as error:
+    except StrawqError as error:
         return None, (f"the log is not trimmed: {error}",)
 
 
 def _merge(pool: Pool, dry_run: bool) -> tuple[Merging | None, tuple[str, ...]]:
-    """Merging writes too."""
-    from strawq.errors import StorageFailed
+    """As for trimming."""
+    from strawq.errors import StrawqError
     from strawq.merging import merge_objects
 
     try:
         return merge_objects(pool, dry_run=dry_run), ()
-    except StorageFailed as error:
+    except StrawqError as error:
         return None, (f"small files are not merged: {error}",)
 
 

@@ -109,10 +109,10 @@ def test_a_trim_names_what_it_cannot_carry_out_of_the_log_and_does_not_try_twent
     world.memory.remove(path)
     looks = watched(pool, monkeypatch)
     began = world.clock.now
-    with pytest.raises(Gone, match=f"{rows[2].ref.digest[:12]}.*the log is not trimmed: `strawq verify` says"):
-        trim_log(pool, keep_entries=1, step=1)
+    done = trim_log(pool, keep_entries=1, step=1)
+    assert done.floor == rows[2].seq and rows[2].ref.digest[:12] in done.unfinished[0]
     assert world.clock.now - began < 2 * STALE_SECONDS and looks.total() == 2
     world.memory.stage(path, [entry])
-    assert trim_log(pool, keep_entries=1, step=1).moved == 6
+    assert trim_log(pool, keep_entries=1, step=1).moved == 6 - done.moved
     for row in rows_of(pool):
         assert row.ref.epoch and pool.objects.read_checked(row)

@@ -167,7 +167,7 @@ MUTANTS = (
     _mutant("collection does not look twice at heartbeats", "a process that joins loses its heartbeat",
         (GC + "_plan_leftovers", "if session not in joined.sessions:", "if True:")),
     _mutant("inline objects not moved before a trim", "prompts and answers go with the log",
-        (TRIM + "trim_log", "moved = _move_inline(pool, floor)", "pass")),
+        (TRIM + "trim_log", "moved, floor, unfinished = _move_inline(pool, floor, step, dry_run)", "pass")),
     _mutant("a move into a closed epoch counts", "collection has taken what the state refers to",
         ("strawq.core.lifetime:_move_objects", "ref.epoch <= state.meta.closed_epoch", "False")),
     _mutant("objects move back", "a place that collection may have cleared is used again",
