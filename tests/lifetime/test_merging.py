@@ -403,7 +403,9 @@ def flips(data: bytes) -> Iterator[tuple[int, bytes]]:
         yield at, bytes(flipped)
 
 
-def test_a_flipped_bit_anywhere_in_a_merged_file_is_found_and_never_read(merged_world: World) -> None:
+def test_a_flipped_bit_in_a_live_object_of_a_merged_file_is_found_and_never_read_and_elsewhere_is_no_finding(
+    merged_world: World,
+) -> None:
     (path,) = record_files(merged_world)
     data = merged_world.memory.read(path)
     pool = merged_world.process()
@@ -417,11 +419,33 @@ def test_a_flipped_bit_anywhere_in_a_merged_file_is_found_and_never_read(merged_
                 pool.objects.read_checked(row)
         if at % 16 == 0:
             found = verify(pool, full=True).findings
-            assert [finding.what for finding in found if path in finding.what], at
+            assert len(found) == len(hit) and all(path in finding.what for finding in found), at
             assert all("fresh prompts" in " ".join(finding.depends) for finding in found)
             for row in rows:
                 if row not in hit:
                     pool.objects.read_checked(row)
+
+
+def test_damage_is_no_finding_any_more_when_the_objects_that_have_it_have_ended(merged_world: World) -> None:
+    """And the file is merged away or collected as any other."""
+    pool = merged_world.process()
+    (path,) = record_files(merged_world)
+    leases = list(pool.queue().acquire(4))
+    works = [pool.queue().open(lease) for lease in leases]
+    bad = next(iter(leases[0].held.objects.values()))
+    flipped = bytearray(merged_world.memory.read(path))
+    flipped[bad.ref.offset + bad.ref.bytes // 2] ^= 1
+    merged_world.memory.remove(path)
+    merged_world.memory.stage(path, [bytes(flipped)])
+    (finding,) = verify(merged_world.process(), full=True).findings
+    assert bad.ref.digest[:12] in finding.what and leases[0].task in finding.remedy
+    pool.queue().drop(works[0], "damaged")
+    assert verify(pool, full=True).findings == ()
+    for work in works[1:]:
+        pool.queue().drop(work, "dull")
+    collected(pool)
+    assert record_files(merged_world) == []
+    require_healthy(pool)
 
 
 def test_a_merged_file_that_is_cut_short_or_gone_is_named(merged_world: World) -> None:

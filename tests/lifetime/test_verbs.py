@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from strawq import Pool, Prompt
 from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT
@@ -70,6 +71,17 @@ def test_verify_names_the_object_what_depends_on_it_and_the_remedy(run: Run, poo
     assert "remedy" in run("verify", pool, "--full", code=1).out
 
 
+def test_verify_counts_what_a_dead_session_holds(run: Run, pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strawq.verification.known_dead", lambda _: True)
+    with Pool.open(pool) as dead:
+        dead.queue().submit([Prompt(f"g{n}", text="x") for n in range(5)])
+        complete(dead.queue(), 4, tensors=False)
+        assert dead.queue().take_batch(2).batch and dead.queue().take_batch(2, consumer="eval").batch
+        assert dead.queue().acquire(1)
+        (finding,) = run("verify", pool, "--json", code=1).data["findings"]
+    assert finding["depends"] == ["1 leases, 2 open batches"]
+
+
 def test_queue_changes_only_what_is_named(run: Run, pool: Path) -> None:
     made = run("queue", pool, "eval", "--max-attempts", 3, "--max-ready", 7, "--json").data
     assert made["created"] is True
@@ -93,9 +105,9 @@ def test_gc_trims_the_log_behind_snapshots(run: Run, pool: Path) -> None:
     planned = run("gc", pool, "--keep-entries", 0, "--dry-run", "--json").data["log"]
     assert (pool / layout.entry(1)).exists()
     done = run("gc", pool, "--keep-entries", 0, "--json").data["log"]
-    assert done["floor"] == planned["floor"] == ENTRIES_PER_SEGMENT
-    assert done["entries"] == planned["entries"] == ENTRIES_PER_SEGMENT - 1
-    assert done["moved"] == 1 and not (pool / layout.entry(1)).exists()
+    assert planned == done, "the same code makes the plan"
+    assert (done["floor"], done["entries"], done["moved"]) == (ENTRIES_PER_SEGMENT, ENTRIES_PER_SEGMENT - 1, 1)
+    assert not (pool / layout.entry(1)).exists()
     assert f"history begins at entry {ENTRIES_PER_SEGMENT}" in run("log", pool).out
     assert run("verify", pool, "--full", "--json").data["findings"] == []
     with Pool.open(pool) as opened:
