@@ -8,13 +8,15 @@ twice is spooled to a temporary file. A bad row is named by file and line.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
+import json
 import os
 import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import IO, Any, BinaryIO, Literal, cast
 
 import msgspec
@@ -43,6 +45,11 @@ class Keys(msgspec.Struct, frozen=True):
     label: str = ""
     metadata: str = ""
     id: str = ""
+
+    def used(self, names: Container[str]) -> tuple[str, ...]:
+        """The fields that are read of a row, or of a table, that has these."""
+        found = self.input or next((name for name in INPUT_KEYS if name in names), "")
+        return tuple(name for name in (found, self.label, self.metadata, self.id) if name)
 
 
 class BadRow(msgspec.Struct, frozen=True):
@@ -97,13 +104,13 @@ class Source:
                 raise BadInput(f"{place}: the line is longer than {LINE_BYTES_MAX >> 20} MiB; is this JSONL?")
             try:
                 row = _decode(text)
+                if isinstance(row, dict):
+                    again = _repeated(text, self.keys.used(row))
+                    yield place, BadRow(place, f"{again!r} is there more than once") if again else row
+                else:
+                    yield place, BadRow(place, f"{_kind(row)} where an object is needed (JSONL: one object a line)")
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                yield place, BadRow(place, f"not JSON ({error})")
-                continue
-            if isinstance(row, dict):
-                yield place, row
-            else:
-                yield place, BadRow(place, f"{_kind(row)} where an object is needed (JSONL: one object a line)")
+                yield place, BadRow(place, f"not JSON ({_refused(text, error)})")
 
     def _line(self, lines: IO[bytes], number: int) -> bytes:
         with _reading(f"{self.url}:{number}"):
@@ -117,14 +124,47 @@ class Source:
         try:
             file = pq.ParquetFile(self._file)
             names = file.schema_arrow.names
-            keys = self.keys
-            wanted = {keys.input, keys.label, keys.metadata, keys.id} - {""} if keys.input else set(names)
+            wanted = set(self.keys.used(names)) if self.keys.input else set(names)
+            for name in self.keys.used(names):
+                if names.count(name) > 1:
+                    raise BadInput(
+                        f"{self.url} has {names.count(name)} columns {name!r}; keep or name the one that is meant"
+                    )
             for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[n for n in names if n in wanted]):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{self.url}: row {number}", row
         except (pa.ArrowException, OSError, ValueError) as error:
             raise BadInput(f"{self.url} is not a readable Parquet file: {error}") from error
+
+
+def _refused(text: str | bytes, error: Exception) -> str:
+    """Why the decoder refused a text. Half of a surrogate pair is no character, and it calls that a text that is cut
+    off, or names a place in it."""
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError as half:
+        return f"\\u{ord(half.object[half.start]):04x} is half of a surrogate pair, which is no character"
+    except (ValueError, RecursionError):
+        pass
+    return str(error)
+
+
+def _repeated(line: bytes, names: Iterable[str]) -> str:
+    """The first of these fields that a row has more than once. The decoder takes the last and says nothing, so names
+    are counted in the text first: only a line that has one twice, somewhere, is decoded pair by pair."""
+    for name in names:
+        if sum(line.count(spelling) for spelling in _spellings(name)) > 1:
+            pairs = json.loads(line, object_pairs_hook=list, parse_int=str, parse_float=str)
+            if [key for key, _ in pairs].count(name) > 1:
+                return name
+    return ""
+
+
+@functools.cache
+def _spellings(name: str) -> frozenset[bytes]:
+    """A name as it is, and as writers that keep to ASCII have it."""
+    return frozenset(json.dumps(name, ensure_ascii=ascii).encode() for ascii in (True, False))
 
 
 def _state(file: BinaryIO) -> tuple[int, int]:
@@ -287,7 +327,7 @@ def _metadata(row: dict[str, Any], key: str, place: str) -> dict[str, Any]:
         try:
             value = _decode(value)
         except msgspec.MsgspecError as error:
-            raise BadInput(f"{place}: {key!r} is text that is not JSON ({error})") from error
+            raise BadInput(f"{place}: {key!r} is text that is not JSON ({_refused(value, error)})") from error
     if not isinstance(value, dict):
         raise BadInput(f"{place}: {key!r} is {_kind(value)}, not an object")
     json_text(value, f"{place}: {key!r}")

@@ -97,6 +97,10 @@ BAD_LINES = [
     ('{"prompt": ', "not JSON"),
     ("[1, 2]", "a list where an object is needed"),
     ('{"prompt": NaN}', "not JSON"),
+    (r'{"prompt": "\ud800"}', r"not JSON (\ud800 is half of a surrogate pair"),
+    (r'{"prompt": "x", "more": ["a \udc00 b"]}', r"not JSON (\udc00 is half of a surrogate pair"),
+    ('{"prompt": "a", "label": 1, "prompt": "b"}', "'prompt' is there more than once"),
+    (r'{"prompt": "a", "other": {"prompt": 1}, "prompt": {"\u0061": 1}}', "'prompt' is there more than once"),
     (b'{"prompt": "\xff"}', "not JSON"),
     ({"other": 1}, "there is no 'prompt'"),
     ({"prompt": ""}, "'prompt' is empty"),
@@ -142,6 +146,10 @@ def test_a_bad_line_is_named_and_nothing_of_the_command_is_submitted(
         ({"prompt": "?", "label": 1, "meta": {}}, "there is no 'id'"),
         ({"prompt": "?", "label": 1, "meta": 5, "id": 1}, "'meta' is a number, not an object"),
         ({"prompt": "?", "label": 1, "meta": "{", "id": 1}, "'meta' is text that is not JSON"),
+        (
+            {"prompt": "?", "label": 1, "meta": '{"a": "\\ud800"}', "id": 1},
+            "'meta' is text that is not JSON (\\ud800 is half",
+        ),
         ({"prompt": "?", "label": 1, "meta": {}, "id": 1.5}, "'id' is a number, not text"),
     ],
 )
@@ -150,6 +158,34 @@ def test_a_missing_or_wrong_field_is_named(row: Any, words: str, run: Run, pool:
     ran = run("submit", pool, file, "--label-key", "label", "--metadata-key", "meta", "--id-key", "id", code=2)
     assert f"{file}:2: {words}" in ran.err
     assert total(run, pool) == 0
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("twice", ["prompt", "label", "metä", "id"])
+def test_a_field_that_is_there_twice_is_refused_if_it_is_used(
+    twice: str, ascii_only: bool, run: Run, pool: Path, tmp_path: Path
+) -> None:
+    row = {"prompt": "?", "label": "prompt", "metä": {"id": 1, "label": 2}, "id": 1, "more": {"prompt": {"prompt": 1}}}
+    line = json.dumps(row, ensure_ascii=ascii_only)
+    name = json.dumps(twice, ensure_ascii=ascii_only)
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text(line[:-1] + ', "more": 2, "other": 1}\n')
+    bad.write_text(f"{line[:-1]}, {name}: {json.dumps(row[twice])}}}\n")
+    keys = ("--label-key", "label", "--metadata-key", "metä", "--id-key", "id")
+    assert f"{bad}:1: {twice!r} is there more than once" in run("submit", pool, good, bad, *keys, code=2).err
+    assert total(run, pool) == 0
+    assert run("submit", pool, good, *keys, "--json").data["submitted"] == 1
+
+
+def test_a_column_that_is_there_twice_is_refused_if_it_is_used(run: Run, pool: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    columns = [pa.array(["a"]), pa.array(["b"]), pa.array(["c"]), pa.array(["d"])]
+    pq.write_table(pa.Table.from_arrays(columns, ["prompt", "other", "prompt", "other"]), file)
+    assert f"{file} has 2 columns 'prompt'" in run("submit", pool, file, code=2).err
+    assert f"{file} has 2 columns 'prompt'" in run("submit", pool, file, "--input-key", "prompt", code=2).err
+    pq.write_table(pa.Table.from_arrays(columns, ["prompt", "other", "label", "other"]), file)
+    assert "columns 'other'" in run("submit", pool, file, "--label-key", "other", code=2).err
+    assert run("submit", pool, file, "--label-key", "label", "--json").data["submitted"] == 1
 
 
 def test_a_bad_row_of_a_parquet_file_is_named(run: Run, pool: Path, tmp_path: Path) -> None:
