@@ -27,6 +27,8 @@ from strawq.storage.log import CommitLog
 from strawq.storage.process import known_dead, this_process
 from strawq.storage.sessions import Beat, Observer, write_beat
 
+__all__ = ["SessionKeeper", "known_dead", "this_process"]
+
 logger = logging.getLogger("strawq.session")
 
 BEATS_PER_LEASE = 4

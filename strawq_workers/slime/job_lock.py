@@ -23,8 +23,7 @@ import msgspec
 
 from strawq.errors import BadInput, StorageFailed, TryAgain
 from strawq.model import Session
-from strawq.storage.failure import storage_failed
-from strawq.storage.process import known_dead, this_process
+from strawq.session import known_dead, this_process
 
 logger = logging.getLogger("strawq.slime")
 
@@ -80,11 +79,8 @@ class JobLock:
                 _held.add(key)
                 return None
         except OSError as error:
-            if error.errno in _NO_LOCKS:
-                raise StorageFailed(
-                    f"the lock {self._path} cannot be taken ({error}); a job needs a mount with locks"
-                ) from error
-            raise storage_failed("take", f"the lock {self._path}", error) from error
+            remedy = "a job needs a mount with locks" if error.errno in _NO_LOCKS else "look at the mount"
+            raise StorageFailed(f"cannot take the lock {self._path}: {error.strerror}; {remedy}") from error
 
     def _refusal(self, why: str) -> str:
         return (
@@ -102,7 +98,9 @@ class JobLock:
             try:
                 os.close(fd)
             except OSError as error:
-                raise storage_failed("let go of", f"the lock {self._path}", error) from error
+                raise StorageFailed(
+                    f"cannot let go of the lock {self._path}: {error.strerror}; look at the mount"
+                ) from error
 
 
 _HINT = "; the lock of a job whose mount's client was killed is free after about a minute"
