@@ -160,7 +160,7 @@ def work(
     ] = 120.0,
     abort_timeout_s: Annotated[float, typer.Option("--abort-timeout-s", help="How long an abort may take.")] = 30.0,
     refusals_max: Annotated[
-        int, typer.Option("--refusals-max", help="Give up after so many refused groups in a row.")
+        int, typer.Option("--refusals-max", help="Give up after so many refused or failed groups in a row.")
     ] = 8,
     groups_max: Annotated[int, typer.Option("--groups-max", help="End after so many groups (0: no bound).")] = 0,
     log_seconds: Annotated[float, typer.Option("--log-seconds", help="Between lines of the log (see -v).")] = 10.0,

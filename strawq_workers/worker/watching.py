@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from strawq.errors import BadInput, StrawqError
+from strawq.model import UNVERSIONED, policy_number
 from strawq_workers.worker.group import GroupRun
 from strawq_workers.worker.place import Place, first_of
 from strawq_workers.worker.reporting import words
@@ -94,7 +95,17 @@ class Watcher:
         self._looked = True
         self.peers = around.peers.get(place.options.role, ())
         place.served = around.policy_version
+        self._ages_known(around.policy_version)
         place.admission.observe(around.ready, max(0, around.leased - place.admission.in_flight_groups))
+
+    def _ages_known(self, served: str) -> None:
+        """A budget that cannot be kept is said, not passed over: behind a version that is a word nothing has an age."""
+        unknown = served not in ("", "default") and policy_number(served) == UNVERSIONED
+        if unknown and self.place.options.max_staleness >= 0 and f"v {served}" not in self._said:
+            self._said.add(f"v {served}")
+            log.warning(
+                "policy version %s is no number: no group has an age, and --max-staleness bounds nothing", served
+            )
 
     def _settle_unconfirmed(self) -> None:
         if len(self.place.unconfirmed) and (self._settling is None or self._settling.done()):

@@ -67,6 +67,18 @@ async def test_versions_that_are_no_numbers_have_no_age(stage_of):
         assert summary.counters.stale_drops == summary.counters.stale_late == 0
 
 
+async def test_a_budget_behind_a_version_that_is_a_word_is_said_to_bound_nothing(stage_of, caplog):
+    async with stage_of(weight_version="5") as stage:
+        partial(stage, "3")
+        stage.queue.seal()
+        stage.pool.publish_version("release-candidate")
+        with caplog.at_level(logging.WARNING, "strawq.worker"):
+            summary = await stage.run(**drop())
+        assert summary.counters.stale_drops == 0
+        told = [record.getMessage() for record in caplog.records if "release-candidate" in record.getMessage()]
+        assert len(told) == 1 and "--max-staleness bounds nothing" in told[0]
+
+
 async def test_a_prompt_that_was_dropped_as_often_as_allowed_is_delivered_late_and_warned_about_before(
     stage_of, caplog
 ):
