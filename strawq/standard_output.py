@@ -43,6 +43,24 @@ def _taken(count: int | None) -> int:
     return count
 
 
+def open_standard_streams() -> None:
+    """Give streams that the program was started without (`>&-`) something to stand for them: stdout a pipe that nobody
+    reads, the others the null device. A file that is opened later would get their number, and what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        if name == "stdout":
+            read, given = os.pipe()
+            os.close(read)
+        else:
+            given = os.open(os.devnull, os.O_RDWR)
+        if given != number:
+            os.dup2(given, number)
+            os.close(given)
+        os.set_inheritable(number, True)
+        setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 (for as long as we run)
+
+
 def forget_stdout() -> None:
     """Nobody reads any more: the interpreter's last flush must not complain."""
     with contextlib.suppress(OSError, ValueError):

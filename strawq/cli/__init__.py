@@ -14,5 +14,7 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Nothing is raised."""
     from strawq.cli.errors import guarded
+    from strawq.standard_output import open_standard_streams
 
+    open_standard_streams()
     return guarded(list(sys.argv[1:] if argv is None else argv))

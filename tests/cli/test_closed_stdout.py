@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from itertools import product
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from strawq import Pool, Prompt, Sample, VersionSpan
 from strawq.samples import Group
+from tests.cli.conftest import command as start_words
 from tests.cli.conftest import start
 
 GROUPS = 160
@@ -77,6 +79,25 @@ def test_nobody_reads_at_all(command: str, unbuffered: str, pool: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (141, "")
     assert trained(pool) == (0, GROUPS)
+
+
+@pytest.mark.parametrize(("command", "unbuffered"), [*product(LINES, ("", "1")), *product(RESULTS, ("",))])
+def test_there_is_no_stdout_to_begin_with(command: str, unbuffered: str, pool: Path) -> None:
+    """As under a program that closes what it does not need: like a reader that is gone, and no file takes its place."""
+    words = shlex.join([*start_words(*words_for(command, pool))])
+    done = subprocess.run(
+        ["sh", "-c", f"exec {words} >&-"], stderr=subprocess.PIPE, text=True, timeout=60, env=environment(unbuffered)
+    )
+    assert (done.returncode, done.stderr) == (141, "")
+    assert trained(pool) == (0, GROUPS)
+
+
+def test_there_are_no_streams_at_all(pool: Path) -> None:
+    words = shlex.join(start_words("checkpoint", pool, "dark"))
+    done = subprocess.run(["sh", "-c", f"exec {words} <&- >&- 2>&-"], timeout=60)
+    assert done.returncode == 141
+    with Pool.open(pool) as opened:
+        assert [point.name for point in opened.checkpoints()] == ["dark"]
 
 
 @pytest.mark.parametrize(("command", "unbuffered"), [*product(LINES, ("", "1")), *product(RESULTS, ("",))])
