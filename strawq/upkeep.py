@@ -6,7 +6,8 @@ turn; nothing that it raises leaves it.
 Many processes may keep the same pool, and nobody elects one. Epochs and trims are numbered in the log, so each process
 sees there whether another had a turn since its own last look: then it lets this one pass. Two that start at the same
 moment do some work twice, which is all that happens. A process that dies in the middle of a turn leaves an epoch that
-was opened and not closed: whoever comes next goes on from there.
+was opened and not closed: whoever comes next goes on from there. Turns that die before they trim look like turns: so
+nobody lets one pass for them when the log has grown by `OVERDUE_ENTRIES`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import msgspec
 from strawq.core.machine import Machine
 from strawq.errors import BadInput, StrawqError
 from strawq.garbage import collect_garbage
-from strawq.limits import SNAPSHOT_ENTRIES, TRIM_ENTRIES
+from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOT_ENTRIES, TRIM_ENTRIES
 from strawq.merging import merge_objects
 from strawq.storage.snapshots import snapshot_numbers
 from strawq.trimming import trim_log
@@ -35,6 +36,8 @@ logger = logging.getLogger("strawq.upkeep")
 GC_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
 """A turn waits up to seven seconds for others; whoever ends waits for it so long."""
+OVERDUE_ENTRIES = 2 * ENTRIES_PER_SEGMENT
+"""Written since the log was trimmed, or since this process had a turn: then it has one, whoever else had."""
 
 Outcome = Literal["kept", "another's turn", "nothing new", "failed"]
 
@@ -44,6 +47,10 @@ class _Seen(msgspec.Struct, frozen=True):
 
     seq: int
     mark: tuple[int, int, int]
+
+    @property
+    def trims(self) -> int:
+        return self.mark[2]
 
 
 class Upkeep:
@@ -61,6 +68,7 @@ class Upkeep:
         self._seconds = seconds
         self._keep_entries = keep_entries
         self._seen: _Seen | None = None
+        self._kept_at = 0
         self._clean = False
         self._problems: dict[str, Exception | str] = {}
         self._told: set[str] = set()
@@ -95,6 +103,7 @@ class Upkeep:
 
     def _look_first(self) -> None:
         self._seen = self._look()
+        self._kept_at = self._seen.seq
 
     def turn(self) -> Outcome:
         """Do the work, if it is this process's turn and there may be any. Raises nothing."""
@@ -110,7 +119,9 @@ class Upkeep:
         if now is None:
             return "failed"
         self._seen = now
-        if before is not None and before.mark != now.mark:
+        if before is None or before.trims != now.trims:
+            self._kept_at = now.seq
+        if before is not None and before.mark != now.mark and now.seq - self._kept_at < OVERDUE_ENTRIES:
             self._clean = False
             return "another's turn"
         if before is not None and before.seq == now.seq and self._clean:
@@ -123,6 +134,7 @@ class Upkeep:
         if after is not None:
             # What this turn logged is its own. The position stays the old one: something may have come in between.
             self._seen = _Seen(now.seq, after.mark)
+            self._kept_at = after.seq
         self.turns += 1
         self._clean = not self._problems
         return "kept" if self._clean else "failed"

@@ -35,7 +35,7 @@ from strawq.storage.mounts import mount_of
 from strawq.trimming import trim_log
 from strawq.verification import verify
 from strawq.version import VERSION
-from tools.soaking.gauges import Look, Tenth, look, summed
+from tools.soaking.gauges import Look, Tenth, Written, look, newest_entry, summed
 from tools.soaking.roles import CHECKPOINTS_KEPT, LEASE_SECONDS, Life, Read, Timed, start
 
 TENTHS = 10
@@ -61,7 +61,8 @@ class Settings(msgspec.Struct, frozen=True):
 
 class Soaked(msgspec.Struct, frozen=True):
     """What a soak measured and found; `ok` if it found nothing. `growth` is the largest value of the last tenth by that
-    of the first. `end` is the pool when all work was done and collected."""
+    of the first. `written_max` are the most log entries that were written between two trims. `end` is the pool when all
+    work was done and collected."""
 
     ok: bool
     groups: int
@@ -70,6 +71,7 @@ class Soaked(msgspec.Struct, frozen=True):
     lives: int
     log_entries: int
     trims: int
+    written_max: int
     epochs: int
     tenths: tuple[Tenth, ...]
     growth: dict[str, float]
@@ -93,6 +95,7 @@ class Company:
     kills: int = 0
     died: list[str] = field(default_factory=list)
     steady: int = 0
+    written: Written = field(default_factory=Written)
 
     def start(self, role: str) -> int:
         settings = self.settings
@@ -184,7 +187,9 @@ def _run(company: Company, say: bool) -> list[Tenth]:
             company.kill_one()
             kill_at = now + settings.kill_every * company.chance.uniform(0.5, 1.5)
         if now >= look_at:
+            head = newest_entry(company.root)  # first: a trim must not be younger than the look that misses it
             looks.append(look(company.root, company.steady if company.steady in company.running else 0))
+            company.written.see(looks[-1].floor_files, head)
             look_at = now + settings.look_seconds
             done = trained.count()
             while len(tenths) < TENTHS - 1 and looks and done >= settings.groups * (len(tenths) + 1) // TENTHS:
@@ -280,6 +285,7 @@ def _audit(company: Company, tenths: Sequence[Tenth], begun: float) -> Soaked:
         lives=company.lives,
         log_entries=head,
         trims=trims,
+        written_max=company.written.most,
         epochs=epochs,
         tenths=tuple(tenths),
         growth=_growth(tenths),
@@ -331,7 +337,7 @@ def _table(soaked: Soaked) -> str:
         lines.append(f"{name:20}{cells}{soaked.growth.get(name, 0):12}")
     lines.append(
         f"{soaked.groups} groups in {soaked.seconds} s, {soaked.kills} kills, {soaked.log_entries} log entries, "
-        f"{soaked.trims} trims, {soaked.epochs} epochs"
+        f"{soaked.trims} trims ({soaked.written_max} entries between two at most), {soaked.epochs} epochs"
     )
     return "\n".join([*lines, *soaked.findings])
 

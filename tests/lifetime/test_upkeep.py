@@ -112,6 +112,28 @@ def test_a_turn_that_died_between_opening_and_closing_is_gone_on_with(pool: Path
         assert not packs(pool)
 
 
+def test_turns_that_die_before_they_trim_do_not_keep_the_log_from_being_trimmed(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each opens an epoch or closes one, and looks like a turn of somebody else."""
+    monkeypatch.setattr(upkeep, "OVERDUE_ENTRIES", 20)
+    monkeypatch.setattr("strawq.trimming.ENTRIES_PER_SEGMENT", 4)
+    with Pool.open(pool, background=False) as dying, Pool.open(pool, background=False) as opened:
+        keeping = Upkeep(opened, keep_entries=0)
+        keeping._look_first()
+        outcomes, trimmed = [], []
+        for epoch in range(2, 7):
+            dying.commit(c.OpenEpoch(request=f"open-epoch-{epoch}", epoch=epoch))
+            for version in range(10):
+                dying.publish_version(10 * epoch + version)
+            dying.snapshot()
+            dying.commit(c.CloseEpoch(request=f"close-epoch-{epoch - 1}", epoch=epoch - 1))
+            outcomes.append(keeping.turn())
+            trimmed.append(keeping.entries)
+        assert outcomes == ["another's turn", "kept"] * 2 + ["another's turn"]
+        assert 0 < trimmed[1] < trimmed[3]
+
+
 def test_a_failure_is_said_once_and_stops_nothing_else(
     pool: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -29,6 +29,22 @@ class Look(msgspec.Struct, frozen=True):
     rss_kb: int = 0
 
 
+class Written:
+    """Counts the log entries that were written between two trims, `most`, from looks. Each trim leaves a floor, and was
+    made after the look before the one that sees it: so no fewer are counted than there were."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._floors = self._head = self._since = 0
+
+    def see(self, floors: int, head: int) -> None:
+        """There are so many floors, and the newest entry is `head`."""
+        self.most = max(self.most, head - self._since)
+        if floors > self._floors:
+            self._floors, self._since = floors, self._head
+        self._head = head
+
+
 class Tenth(msgspec.Struct, frozen=True):
     """One tenth of the groups: the largest of each look in it, and the commits of the worker that is never killed.
     `seconds` is how long it took, `looks` how often it was looked at."""
@@ -84,6 +100,19 @@ def _weigh(directory: str) -> tuple[int, int, int, int]:
                 continue
             files += 1
     return files, size, directories, names_max
+
+
+def newest_entry(root: str | os.PathLike[str]) -> int:
+    """The number of the newest log entry; 0 if there is none."""
+    log = os.path.join(root, layout.LOG)
+    for segment in sorted(os.listdir(log), reverse=True):
+        try:
+            names = os.listdir(os.path.join(log, segment))
+        except FileNotFoundError:
+            continue
+        if names:
+            return int(max(names).partition(".")[0])
+    return 0
 
 
 def resident_kb(pid: int) -> int:
