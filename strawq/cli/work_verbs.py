@@ -158,6 +158,9 @@ def work(
     engine_timeout_s: Annotated[
         float, typer.Option("--engine-timeout-s", help="Give up when no engine has answered for so long.")
     ] = 120.0,
+    storage_timeout_s: Annotated[
+        float, typer.Option("--storage-timeout-s", help="Give up when storage has refused for so long.")
+    ] = 120.0,
     abort_timeout_s: Annotated[float, typer.Option("--abort-timeout-s", help="How long an abort may take.")] = 30.0,
     refusals_max: Annotated[
         int, typer.Option("--refusals-max", help="Give up after so many refused or failed groups in a row.")

@@ -9,7 +9,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from strawq.errors import BadInput, Damaged, EngineUnavailable, Gone, Misaligned, OperatorNeeded, StrawqError
+from strawq.errors import (
+    BadInput,
+    Damaged,
+    EngineUnavailable,
+    Gone,
+    Misaligned,
+    OperatorNeeded,
+    OutcomeUnknown,
+    StrawqError,
+)
 from strawq.queue import Work
 from strawq.samples import Group, Prompt
 from strawq_workers.worker.place import EngineGarbled, EngineRefused, PrefixRefused
@@ -24,7 +33,7 @@ log = logging.getLogger("strawq.worker")
 async def give_up(run: GroupRun, error: StrawqError) -> None:
     """The attempt has failed with `error`: keep what is good of it, then say so."""
     place = run.place
-    if isinstance(error, OperatorNeeded) and not isinstance(error, (Damaged, Gone)):
+    if isinstance(error, (OperatorNeeded, OutcomeUnknown)) and not isinstance(error, (Damaged, Gone)):
         place.stop("storage", error)
         return
     if run.work is None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from strawq.errors import BadInput, EngineUnavailable, Misaligned, OperatorNeeded, StrawqError
+from strawq.errors import BadInput, EngineUnavailable, Misaligned, OperatorNeeded, OutcomeUnknown, StrawqError
 from strawq.handles import Lease
 from strawq.queue import Change, Work
 from strawq.samples import Group, Int32, Sample, token_count
@@ -122,7 +122,7 @@ class GroupRun:
         """Save between two requests. A failure is not the group's: it tries again at its end, or storage is unwell."""
         try:
             await self.save()
-        except OperatorNeeded as error:
+        except (OperatorNeeded, OutcomeUnknown) as error:
             self.place.stop("storage", error)
         except StrawqError as error:
             log.warning("task %s: its progress could not be saved: %s", self.lease.task, words(error))
@@ -146,7 +146,7 @@ class GroupRun:
     async def _attempt(self) -> StrawqError | None:
         """Generate, score, hand in. Returns what went wrong."""
         try:
-            self.work = await self.place.queue.open(self.lease)
+            self.work = await self.place.patience.call(lambda: self.place.queue.open(self.lease))
             await self._prepare(self.work.group)
             await self._generate_all()
             if self.lost:

@@ -8,11 +8,12 @@ what is in hand goes back with its prefix first.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 from typing import Protocol
 
-from strawq.errors import BadInput, Fenced, OperatorNeeded, OutcomeUnknown, TryAgain
+from strawq.errors import BadInput, Fenced, OperatorNeeded, OutcomeUnknown, StorageFailed, TryAgain
 from strawq.handles import Lease, Leases
 from strawq_workers.admission.reservations import Admission
 from strawq_workers.sglang.fleet import Fleet
@@ -99,6 +100,9 @@ class Worker:
         place, delay = self.place, IDLE_S
         while not place.stopping.is_set():
             place.changed.clear()
+            if not place.patience.well.is_set():
+                await first_of(place.patience.well, place.stopping)
+                continue
             await self.watcher.before_admission()
             self._resize()
             room = self._room()
@@ -153,10 +157,16 @@ class Worker:
         request = self.place.queue.new_request()
         while not self.place.stopping.is_set():
             try:
-                return await self.place.queue.acquire(room, request_id=request)
+                return await self.place.patience.call(
+                    functools.partial(self.place.queue.acquire, room, request_id=request), ending_s=0.0
+                )
             except Fenced:
                 request = self.place.queue.new_request()  # session or branch have changed once more in between
-            except (TryAgain, OutcomeUnknown, OperatorNeeded) as error:
+            except (StorageFailed, OutcomeUnknown) as error:
+                if not self.place.stopping.is_set():
+                    self.place.stop("storage", error)
+                return None
+            except (TryAgain, OperatorNeeded) as error:
                 tries += 1
                 self.place.counters.retries += 1
                 log.warning("no lease, try %d: %s", tries, words(error))

@@ -64,7 +64,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Cleaning. `online_gc`: this worker also collects garbage, every `gc_seconds`.
 
-    Limits. `engine_timeout_s`: how long no engine may answer before the worker gives up. `abort_timeout_s`: how long an
+    Limits. `engine_timeout_s`: how long no engine may answer before the worker gives up; `storage_timeout_s`: how long
+    storage may refuse (a full disk, a mount that is gone) with everything in hand kept. `abort_timeout_s`: how long an
     abort may take. `refusals_max`: groups in a row that end in an engine's refusal, or in an answer that
     makes no sense, before the worker stops, since then the worker's options or the engine are wrong and not the
     prompts; and, where the worker may hold no more groups than that at once, groups in a row that fail for good for
@@ -130,6 +131,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gc_seconds: float = 60.0
 
     engine_timeout_s: float = 120.0
+    storage_timeout_s: float = 120.0
     abort_timeout_s: float = 30.0
     refusals_max: int = 8
     groups_max: int = 0
@@ -212,7 +214,7 @@ _LOOK_BACK = ("frequency_penalty", "presence_penalty", "repetition_penalty", "mi
 _AT_LEAST_ONE = ("io_concurrency", "concurrency", "samples", "max_new_tokens", "refusals_max", "stale_drops_max")
 _NOT_NEGATIVE = (
     "workers", "max_groups", "max_concurrent_samples", "max_context_tokens", "top_logprobs", "save_tokens",
-    "save_seconds", "batch_groups", "version_wait_s", "groups_max",
+    "save_seconds", "batch_groups", "version_wait_s", "groups_max", "storage_timeout_s",
 )  # fmt: skip
 _POSITIVE = ("lease_seconds", "engine_timeout_s", "abort_timeout_s", "log_seconds", "gc_seconds")
 

@@ -18,6 +18,7 @@ from strawq_workers.worker.generation import Plan
 from strawq_workers.worker.hooks import Hooks
 from strawq_workers.worker.metrics import Counters
 from strawq_workers.worker.options import WorkerOptions
+from strawq_workers.worker.patience import Patience
 from strawq_workers.worker.prompts import Texts
 from strawq_workers.worker.reporting import Reporter
 from strawq_workers.worker.source import WorkSource
@@ -72,7 +73,8 @@ class Place:
         self.plan = Plan.of(options, fleet.shape.context_tokens)
         self.texts = Texts(fleet, hooks, skip_special=options.skip_special_tokens)
         self.counters = Counters()
-        self.reporter = Reporter(queue, self.counters)
+        self.patience = Patience(options.storage_timeout_s, self.counters)
+        self.reporter = Reporter(queue, self.counters, self.patience)
         self.unconfirmed = Unconfirmed(admission, fleet, options.engine_timeout_s)
         self.served = ""
         """The policy version that is published, as of the last look."""
@@ -100,6 +102,7 @@ class Place:
         self.fatal = self.fatal or fatal
         self.stopping.set()
         self.changed.set()
+        self.patience.end()
 
     def saw(self, segment: Segment) -> None:
         self.counters.tokens_generated += segment.tokens

@@ -12,10 +12,11 @@ import logging
 import random
 from typing import Literal
 
-from strawq.errors import BadInput, Fenced, OperatorNeeded, OutcomeUnknown, StrawqError, TryAgain
+from strawq.errors import BadInput, Fenced, StrawqError, TryAgain
 from strawq.handles import Reported
 from strawq.queue import Change
 from strawq_workers.worker.metrics import Counters
+from strawq_workers.worker.patience import Patience
 from strawq_workers.worker.source import WorkSource
 
 log = logging.getLogger("strawq.worker")
@@ -25,7 +26,6 @@ Standing = Literal["counts", "dead", "stale"]
 
 CHANGES_MAX = 128
 PASSING_TRIES = 12
-STORAGE_TRIES = 4
 BACKOFF_S = 0.1
 BACKOFF_MAX_S = 5.0
 
@@ -33,9 +33,10 @@ BACKOFF_MAX_S = 5.0
 class Reporter:
     """Sends changes of one queue. Belongs to one event loop."""
 
-    def __init__(self, queue: WorkSource, counters: Counters) -> None:
+    def __init__(self, queue: WorkSource, counters: Counters, patience: Patience) -> None:
         self._queue = queue
         self._counters = counters
+        self._patience = patience
         self._waiting: list[tuple[Change, asyncio.Future[Standing]]] = []
         self._sender: asyncio.Task[None] | None = None
 
@@ -105,10 +106,10 @@ class Reporter:
         request, delay, tries = self._queue.new_request(), BACKOFF_S, 0
         while True:
             try:
-                return await self._queue.report(changes, request_id=request)
-            except (TryAgain, OutcomeUnknown, OperatorNeeded) as error:
+                return await self._patience.call(lambda: self._queue.report(changes, request_id=request))
+            except TryAgain as error:
                 tries += 1
-                if tries >= (STORAGE_TRIES if isinstance(error, OperatorNeeded) else PASSING_TRIES):
+                if tries >= PASSING_TRIES:
                     raise
                 self._counters.retries += 1
                 log.warning("report of %d groups, try %d: %s", len(changes), tries, error)
