@@ -74,7 +74,9 @@ class OnPool:
         seen = said = time.monotonic()
         ahead = BATCHES_AHEAD * count + self._slots
         while True:
-            filled = self._straw.fill(ahead)
+            # In this order: what was pending a moment ago may be judged by now, and is no end of the data.
+            nothing_left = self._used_up()
+            over = not self._straw.fill(ahead) and nothing_left
             if self.workers is not None:
                 self._on_loop(self.workers.look)
             try:
@@ -86,7 +88,6 @@ class OnPool:
                 self._straw.fill(ahead)
                 return batch
             now, progressed = time.monotonic(), self._progress()
-            over = not filled and self._used_up()
             self._failures.check(rollout_id, over)
             if over:
                 log.warning("the data have ended before the batch of %d was complete", count)

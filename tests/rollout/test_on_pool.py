@@ -7,7 +7,7 @@ from scene import SLOW, indices, tokens_of, until
 from strawq import Pool
 from strawq.errors import BadInput, StorageFailed
 from strawq_workers.rollout import close_rollouts, generate_rollout_fully_async, local_workers, weight_update
-from strawq_workers.rollout.on_pool import OnPool, WorkersLost, live_workers
+from strawq_workers.rollout.on_pool import COLLECT_S, OnPool, WorkersLost, live_workers
 from strawq_workers.rollout.station import station_of
 
 
@@ -62,6 +62,25 @@ def test_a_worker_that_is_killed_is_started_again_and_what_it_had_handed_in_is_t
     second = generate_rollout_fully_async(source.args(**{**vars(args), "rollout_batch_size": more}), 1, source.data)
     assert second.metrics["rollout/workers/restarts"] == 1
     assert not set(indices(first.samples)) & set(indices(second.samples))
+
+
+def test_prompts_that_are_judged_between_two_looks_are_no_end_of_the_data(source_of, engine, monkeypatch, caplog):
+    """A filter may drop all that was pending while the trainer looks: more prompts come, the data have not ended."""
+    source, calls = source_of("straw"), []
+    fill, queue = source.data.fill, source.data.pool.queue()
+
+    def judged_meanwhile(count):
+        calls.append(fill(count))
+        if len(calls) == 2:
+            assert calls[1] == 0, "enough was pending"
+            for lease in queue.acquire(1000):
+                queue.drop(queue.open(lease), "all the same")
+        return calls[-1]
+
+    monkeypatch.setattr(source.data, "fill", judged_meanwhile)
+    with pytest.raises(WorkersLost):
+        generate_rollout_fully_async(source.args(rollout_worker_wait_seconds=4 * COLLECT_S), 0, source.data)
+    assert len(calls) > 2 and calls[2] > 0 and "data have ended" not in caplog.text
 
 
 def test_workers_that_are_all_gone_are_one_error_that_says_what_to_do(source_of, engine, monkeypatch):
