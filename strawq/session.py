@@ -18,7 +18,7 @@ from collections.abc import Callable
 from strawq.core.commands import Expire, Join, Leave
 from strawq.core.events import Refusal
 from strawq.core.machine import Machine
-from strawq.errors import BadInput, StrawqError
+from strawq.errors import BadInput, StorageFailed, StrawqError
 from strawq.limits import LEASE_SECONDS_MIN
 from strawq.model import Session
 from strawq.storage import layout
@@ -68,6 +68,8 @@ class SessionKeeper:
         self._beating = ""
         """The session whose heart beats: `current`, or one that is just joining. Read and written without a lock."""
         self._beat = 0
+        self._refused = False
+        """Whether the mount did not take our last heartbeat."""
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -134,7 +136,8 @@ class SessionKeeper:
         sessions = self._log.refresh(lambda machine: list(machine.state.sessions.values()))
         if mine and mine not in {session.id for session in sessions}:
             self.forget(mine)
-        return [self._expire(session, reason) for session, reason in self._observer.stopped(self._others(sessions))]
+        stopped = self._observer.stopped(self._others(sessions), counting=not self._refused)
+        return [self._expire(session, reason) for session, reason in stopped]
 
     def beat(self) -> None:
         """One heartbeat. It takes no lock; two at once are as good as one, for only a counter that moves is wanted."""
@@ -143,7 +146,12 @@ class SessionKeeper:
         if session:
             # The epoch is a hint: it is read while the state may be on the move.
             epoch = self._log.machine.state.meta.epoch
-            write_beat(self._log.files, Beat(session, self._beat, epoch, self._instance))
+            try:
+                write_beat(self._log.files, Beat(session, self._beat, epoch, self._instance))
+            except StorageFailed:
+                self._refused = True
+                raise
+        self._refused = False
 
     def _others(self, sessions: list[Session]) -> list[Session]:
         return [session for session in sessions if session.id != self.current]

@@ -70,7 +70,8 @@ class Observer:
     """Decides which sessions have stopped. One for each process; called from its heartbeat thread.
 
     A session has stopped when the same beat was read for a lease, up to and including this look; or when there was
-    nothing to read for a whole lease. One wrong answer of the mount decides nothing."""
+    nothing to read for a whole lease. One wrong answer of the mount decides nothing, nor does time in which the
+    observer's own heartbeat was refused: on a full disk everybody's is."""
 
     def __init__(self, files: Files, clock: Clock, round_seconds: float, known_dead: Callable[[Session], bool]) -> None:
         self._files = files
@@ -79,8 +80,9 @@ class Observer:
         self._known_dead = known_dead
         self._watched: dict[str, _Watched] = {}
 
-    def stopped(self, sessions: Iterable[Session]) -> list[tuple[Session, str]]:
-        """Sessions to expire, each with the reason. Call it every `round_seconds`."""
+    def stopped(self, sessions: Iterable[Session], counting: bool = True) -> list[tuple[Session, str]]:
+        """Sessions to expire, each with the reason. Call it every `round_seconds`. Not `counting`: the time since the
+        last look stopped nobody."""
         found: list[tuple[Session, str]] = []
         alive: dict[str, _Watched] = {}
         for session in sessions:
@@ -90,6 +92,9 @@ class Observer:
             now = self._clock.monotonic()
             before = self._watched.get(session.id, _Watched(-1, 0.0, 0.0, now))
             alive[session.id] = before
+            if not counting:
+                before.seen_at = now
+                continue
             try:
                 beat = _decode(self._files.read(layout.session_file(session.id)))
             except FileNotFoundError:

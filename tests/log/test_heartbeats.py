@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 
+import pytest
+
+from strawq.errors import StorageFailed
 from strawq.limits import LEASE_SECONDS_MIN
 from strawq.pool import Pool
 from strawq.session import BEATS_PER_LEASE
@@ -108,3 +112,45 @@ def test_a_process_that_goes_on_after_a_close_has_a_heart_again() -> None:
     assert queue.yield_(work).accepted == (work.task,)
     living.pool.close()
     assert observer.log.refresh(lambda machine: list(machine.state.sessions)) == []
+
+
+def test_a_disk_that_is_full_for_longer_than_a_lease_costs_nobody_the_session() -> None:
+    world = World(lease_seconds=10.0)
+    views = [world.files(), world.files()]
+    holder, observer = (world.process(files=view) for view in views)
+    queue = holder.queue()
+    queue.submit(prompts(["a"]))
+    work = queue.open(queue.acquire(1).leases[0])
+    observer.keeper.require()
+    pools = (holder, observer)
+
+    def full(moment: str, kind: str, _path: str) -> None:
+        if moment == "before" and kind in ("replace", "stage", "publish"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    for pool in pools:
+        pool.keeper.round()
+    for view in views:
+        view.hook = full
+    for _ in range(30):
+        world.clock.sleep(1.0)
+        for pool in pools:
+            with pytest.raises(StorageFailed):
+                pool.keeper.beat()
+            assert pool.keeper.watch() == []
+    for view in views:
+        view.hook = None
+    observer.keeper.beat()
+    assert observer.keeper.watch() == []  # before the holder's next beat, which comes within its round
+    world.clock.sleep(1.0)
+    holder.keeper.beat()
+    assert observer.keeper.watch() == []
+    assert queue.yield_(work).accepted == (work.task,)
+    # One that stays silent once the disk has room is still found out.
+    for _ in range(12):
+        world.clock.sleep(1.0)
+        observer.keeper.beat()
+        stopped = observer.keeper.watch()
+        if stopped:
+            break
+    assert stopped == [work.lease.session]
