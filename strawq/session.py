@@ -117,12 +117,16 @@ class SessionKeeper:
                 thread.start()
 
     def _keep(self, name: str, act: Callable[[], object], stop: threading.Event) -> None:
+        failed = 0
         while not stop.wait(self.round_seconds):
             try:
                 act()
+                failed = 0
             except (OSError, StrawqError) as error:
                 # The next round tries again; if the mount stays away, others expire us, which is right.
-                logger.warning("%s of session %s failed: %s", name, self.current, error)
+                failed += 1
+                often = logging.INFO if failed & (failed - 1) else logging.WARNING  # said at each doubling
+                logger.log(often, "%s of session %s failed (%d in a row): %s", name, self.current, failed, error)
 
     def round(self) -> list[str]:
         """One heartbeat, one look around. Returns the sessions that were expired."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import threading
 
 import pytest
@@ -154,3 +155,24 @@ def test_a_disk_that_is_full_for_longer_than_a_lease_costs_nobody_the_session() 
         if stopped:
             break
     assert stopped == [work.lease.session]
+
+
+def test_a_heartbeat_that_fails_again_and_again_is_said_at_each_doubling(caplog: pytest.LogCaptureFixture) -> None:
+    keeper = World().process().keeper
+    failures = 0
+
+    class Rounds(threading.Event):
+        """Ends after eight rounds, without waiting."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            return failures == 8
+
+    def refused() -> None:
+        nonlocal failures
+        failures += 1
+        raise StorageFailed("full")
+
+    with caplog.at_level(logging.WARNING, "strawq.session"):
+        keeper._keep("heartbeat", refused, Rounds())
+    assert all(f"({count} in a row): full" in said for count, said in zip((1, 2, 4, 8), caplog.messages, strict=True))
+    assert all("heartbeat of session" in said for said in caplog.messages)
