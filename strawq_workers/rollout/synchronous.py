@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from strawq.errors import BadInput, TryAgain
+from strawq.errors import BadInput, BranchMoved, TryAgain
 from strawq.handles import Leases
 from strawq.model import policy_number
 from strawq_workers.admission.refill import RolloutPlan
@@ -130,7 +130,11 @@ class FilledSource(PoolSource):
         self._straw = straw
 
     async def acquire(self, count: int = 1, *, request_id: str | None = None) -> Leases:
-        filled = await self.run(self._straw.fill, count)
+        try:
+            filled = await self.run(self._straw.fill, count)
+        except BranchMoved as error:
+            # Not this worker's to go on with: it ends, and the trainer is told when it asks for the batch.
+            return Leases("sealed", (), str(error))
         leases = await super().acquire(count, request_id=request_id)
         if leases.status == "backpressured" and not await self.run(self._leased):
             # Nobody will take what is ready before the batch is complete, and nothing more may be started.

@@ -4,7 +4,8 @@ import pytest
 import rollout_hooks as hooks
 from scene import SLOW, EngineThread, indices, once, text_of, tokens_of, until
 
-from strawq.errors import BadInput, EngineUnavailable, StrawqError
+from strawq import Pool
+from strawq.errors import BadInput, BranchMoved, EngineUnavailable, StrawqError
 from strawq.model import QueueConfig
 from strawq_workers.rollout import RolloutFailed, close_rollouts, generate_rollout, generate_rollout_fully_async
 from strawq_workers.rollout.station import station_of
@@ -168,6 +169,30 @@ def test_an_interrupted_rollout_gives_everything_back_before_it_ends(source_of, 
     assert balanced(source).kept == 0 and {0, 1, 2} <= {number for number, _ in source.waiting()}
     out = generate_rollout(source.args(partial_rollout=True, custom_rm_path=f"{HOOKS}.one"), 0, source.data)
     assert sorted(indices(out.samples)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("engine", [SLOW], indirect=True)
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_rollback_in_the_middle_ends_the_rollout(source_of, engine, partial):
+    """The trainer's model is of the branch that is left. Its worker takes nothing of the new one and does not wait."""
+    source, failures = source_of("straw"), []
+    source.data.pool.checkpoint("start")
+
+    def run():
+        try:
+            generate_rollout(source.args(partial_rollout=partial, rollout_max_response_len=200), 0, source.data)
+        except StrawqError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    until("a request runs", lambda: engine.running() > 0)
+    with Pool.open(source.data.pool.path) as operator:
+        operator.rollback("start")
+    thread.join(30)
+    assert [type(error) for error in failures] == [BranchMoved] and "--load" in str(failures[0])
+    assert engine.running() == 0 and source.leased() == 0
+    assert balanced(source).kept == 0
 
 
 def interrupt_waiting(monkeypatch):
