@@ -56,7 +56,7 @@ soak: $(CORE) ## 200,000 groups through one pool, processes killed all the time 
 
 campaign: $(DEV) ## 10,000 seeds of the simulation (ARGS goes to tools.campaign), then the long randomised tests
 	$(PY) -m tools.campaign $(ARGS)
-	$(PY) -m pytest -m campaign
+	$(PY) -m pytest -m campaign -o faulthandler_timeout=0
 
 test-sglang: $(DEV) ## tests against a real SGLang engine on the CPU (2.6 GB, own environment)
 	STRAWQ_SGLANG_VENV="$(abspath $(SGLANG_VENV))" $(PY) tools/sglang_cpu/run.py $(ARGS)
