@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from strawq.errors import BadInput, BranchMoved, TryAgain
+from strawq.errors import BadInput, BranchMoved, EngineUnavailable, TryAgain
 from strawq.handles import Leases
 from strawq.model import policy_number
 from strawq_workers.admission.refill import RolloutPlan
@@ -181,7 +181,10 @@ async def served_version(fleet: Fleet) -> str:
     """What a living engine says of its weights; empty if none does."""
     for engine in fleet.engines:
         if engine.state in ("up", "held"):
-            return await engine.weight_version()
+            try:
+                return await engine.weight_version()
+            except EngineUnavailable as failed:
+                engine.doubt(failed)  # it was alive a moment ago: requests wait for it, and nobody fails for this
     return ""
 
 

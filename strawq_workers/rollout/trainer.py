@@ -8,7 +8,6 @@ nothing is saved.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import importlib
@@ -21,12 +20,13 @@ from typing import Any
 
 import msgspec
 
-from strawq.errors import BadInput, EngineUnavailable, StorageFailed
+from strawq.errors import BadInput, StorageFailed
 from strawq_workers.durable import replace_file, sync_directory
 from strawq_workers.rollout import close_rollouts, generate_rollout, generate_rollout_fully_async
 from strawq_workers.rollout.debug_data import archive_path, load_groups, require_absent, save_groups
+from strawq_workers.rollout.engine_versions import set_engine_version
 from strawq_workers.rollout.in_background import InBackground
-from strawq_workers.rollout.settings import batch_size, options_of, straw_source
+from strawq_workers.rollout.settings import batch_size, straw_source
 from strawq_workers.rollout.station import station_of
 from strawq_workers.rollout.updates import weight_update
 from strawq_workers.slime.arguments import rollout_function_path
@@ -315,25 +315,3 @@ def write_model(root: Path, rollout_id: int, samples: list[Any]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     replace_file(directory / "reference.json", json.dumps({"rollout_id": rollout_id, "trained_on": digest}).encode())
     sync_directory(root)
-
-
-def set_engine_version(args: Any, data_source: Any, version: str, warn: Callable[[str], None]) -> None:
-    """Tell every engine which version its weights have now. One that does not know how keeps its own word, which is
-    what tokens are labelled with. `EngineUnavailable` if one does not answer."""
-    station, options = station_of(data_source), options_of(args)
-
-    async def tell(stop: asyncio.Event) -> None:
-        fleet = await station.fleet(options, stop)
-        for engine in fleet.engines:
-            if engine.state not in ("up", "held"):
-                continue  # it gets the next version when it is back
-            body = {"new_version": version, "abort_all_requests": False}
-            status, _ = await engine.transport.control_status("POST", "/update_weight_version", body)
-            if status in (404, 405):
-                warn(f"{engine.url} has no /update_weight_version: its tokens keep its own version")
-            elif status >= 500:
-                raise EngineUnavailable(f"POST {engine.url}/update_weight_version: status {status}")
-            elif status >= 400:
-                raise BadInput(f"{engine.url} does not take version {version}: status {status}; is it an engine?")
-
-    station.loop.call(tell)

@@ -71,7 +71,8 @@ class Place:
         self.hooks = hooks
         self.admission = admission
         self.plan = Plan.of(options, fleet.shape.context_tokens)
-        self.texts = Texts(fleet, hooks, skip_special=options.skip_special_tokens)
+        self.stopping = asyncio.Event()
+        self.texts = Texts(fleet, hooks, self.stopping, skip_special=options.skip_special_tokens)
         self.counters = Counters()
         self.patience = Patience(options.storage_timeout_s, self.counters)
         self.reporter = Reporter(queue, self.counters, self.patience)
@@ -81,7 +82,6 @@ class Place:
         self.hold = Hold()
         self.changed = asyncio.Event()
         """Something ended or came that admission should look at."""
-        self.stopping = asyncio.Event()
         self.reason = ""
         self.fatal: BaseException | None = None
         self.engine_trouble: StrawqError | None = None
