@@ -68,7 +68,7 @@ EVALUATION = tuple(
 )
 REPLAYED = frozenset(
     {"load_debug_rollout_data", "load_debug_rollout_data_subsample", "start_rollout_id", "num_rollout",
-     "rollout_batch_size", "n_samples_per_prompt", "debug_train_only"}
+     "rollout_batch_size", "n_samples_per_prompt", "reward_key", "debug_train_only"}
 )  # fmt: skip
 """What a run on archives looks at."""
 

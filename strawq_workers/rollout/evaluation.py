@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from strawq.errors import BadInput
+from strawq_workers.rollout.rewards import mean_reward, reward_values
 from strawq_workers.rollout.settings import codec, options_of
 from strawq_workers.rollout.station import Interrupted, RolloutFailed, Station
 from strawq_workers.worker.hooks import Hooks
@@ -56,15 +57,15 @@ def evaluate(args: Any, station: Station) -> tuple[dict[str, dict[str, Any]], di
     for name, dataset in datasets(args):
         groups = _groups(dataset, options.samples)
         samples = station.loop.call(functools.partial(_answers, station, options, groups))
-        rewards = [_number(sample.reward, args) for sample in samples]
+        rewards = reward_values(args, samples, evaluation=True)
         truncated = [_status(sample) == "truncated" for sample in samples]
         data[name] = {"rewards": rewards, "truncated": truncated, "samples": samples}
         metrics[f"eval/{name}/prompts"] = len(groups)
         if samples:
             metrics[f"eval/{name}/truncated_ratio"] = sum(truncated) / len(truncated)
-        known = [reward for reward in rewards if isinstance(reward, (int, float))]
-        if known:
-            metrics[f"eval/{name}"] = sum(known) / len(known)
+        mean = mean_reward(rewards)
+        if mean is not None:
+            metrics[f"eval/{name}"] = mean
     return data, metrics
 
 
@@ -157,11 +158,6 @@ class _FirstFailure:
     def ended(self, run: Any) -> None:
         if run.lease.task in self._place.dead:
             self._place.stop("rollout")
-
-
-def _number(reward: Any, args: Any) -> Any:
-    key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)
-    return reward[key] if key and isinstance(reward, dict) else reward
 
 
 def _status(sample: Any) -> str:

@@ -26,6 +26,7 @@ from strawq_workers.rollout import close_rollouts, generate_rollout, generate_ro
 from strawq_workers.rollout.debug_data import archive_path, load_groups, require_absent, save_groups
 from strawq_workers.rollout.engine_versions import set_engine_version
 from strawq_workers.rollout.in_background import InBackground
+from strawq_workers.rollout.rewards import mean_reward, reward_values
 from strawq_workers.rollout.settings import batch_size, straw_source
 from strawq_workers.rollout.station import station_of
 from strawq_workers.rollout.updates import weight_update
@@ -42,8 +43,8 @@ RolloutFunction = Callable[..., Any]
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of the run. `version` is the policy that the engines serve after it; `prompts` the group indices of
-    its batch, in order; `saved` whether a checkpoint was taken. Tokens are response tokens, `tokens_masked` those with
-    loss mask 0."""
+    its batch, in order; `saved` whether a checkpoint was taken; `reward_mean` that of the rewards that are numbers,
+    or of their entries `--reward-key`. Tokens are response tokens, `tokens_masked` those with loss mask 0."""
 
     rollout_id: int
     groups: int
@@ -162,16 +163,17 @@ class ReferenceTrainer:
         groups = output.samples
         if not groups:
             return None
+        reward_mean = mean_reward(reward_values(self.args, samples_in(groups)))  # before anything counts as trained
         if kept:
             save_groups(archive_path(kept, rollout_id), groups)
-        samples = [sample for group in groups for sample in flat(group)]
-        saved = self._due("save_interval", rollout_id) and self._save(rollout_id, samples)
+        saved = self._due("save_interval", rollout_id) and self._save(rollout_id, samples_in(groups))
         if not saved and straw_source(self.data_source) is not None and not getattr(self.args, "save_interval", None):
             self.data_source.finish(rollout_id)
         self._publish(rollout_id + 1)
         return trained_on(
             groups,
             rollout_id=rollout_id,
+            reward_mean=reward_mean,
             version=str(rollout_id + 1) if self._trains else "",
             saved=saved,
             metrics=dict(output.metrics or {}),
@@ -225,9 +227,11 @@ def replay(args: Any, told: Callable[[Trained], None]) -> TrainingSummary:
         path = archive_path(args.load_debug_rollout_data, rollout_id)
         began = time.monotonic()
         groups = load_groups(path, args.load_debug_rollout_data_subsample)
+        reward_mean = mean_reward(reward_values(args, samples_in(groups)))
         trained = trained_on(
-            groups, rollout_id=rollout_id, version="", saved=False, metrics={}, evaluation=None, started=began
-        )
+            groups, rollout_id=rollout_id, reward_mean=reward_mean, version="", saved=False, metrics={},
+            evaluation=None, started=began,
+        )  # fmt: skip
         done.append(trained)
         told(trained)
     return TrainingSummary(
@@ -243,18 +247,21 @@ def replay(args: Any, told: Callable[[Trained], None]) -> TrainingSummary:
 
 def trained_on(groups: list[list[Any]], *, started: float, **fields: Any) -> Trained:
     """What the run says of a batch."""
-    samples = [sample for group in groups for sample in flat(group)]
-    rewards = [float(sample.reward) for sample in samples if isinstance(sample.reward, (int, float))]
+    samples = samples_in(groups)
     return Trained(
         groups=len(groups),
         samples=len(samples),
         tokens=sum(sample.response_length for sample in samples),
         tokens_masked=sum((sample.loss_mask or []).count(0) for sample in samples),
-        reward_mean=sum(rewards) / len(rewards) if rewards else None,
         prompts=tuple(next(flat(group)).group_index for group in groups),
         seconds=round(time.monotonic() - started, 3),
         **fields,
     )
+
+
+def samples_in(groups: list[list[Any]]) -> list[Any]:
+    """The samples of a batch, one after the other."""
+    return [sample for group in groups for sample in flat(group)]
 
 
 def rollout_function(path: str, mode: str, option: str = "--rollout-function-path") -> RolloutFunction:

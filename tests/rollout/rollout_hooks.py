@@ -18,6 +18,10 @@ def one(args, sample):
     return 1.0
 
 
+def two_numbers(args, sample):
+    return {"right": 1.0, "brief": 0.25}
+
+
 def when_ready(args, sample):
     """Scores once the test says so."""
     wait_for(gate["ready"])

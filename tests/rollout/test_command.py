@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -177,6 +178,32 @@ def test_evaluations_are_told_with_their_rollout(rollout, engine, prompts, tmp_p
     )  # fmt: skip
     assert [batch["evaluation"] is not None for batch in told["rollouts"]] == [False, True, False]
     assert told["rollouts"][1]["evaluation"]["eval/few"] == 1.0
+
+
+@pytest.mark.parametrize("transport", ["straw", "object-store"])
+def test_a_rewards_number_is_the_one_that_the_key_names(rollout, engine, prompts, tmp_path, transport):
+    flags = [
+        "--rollout-data-transport", transport, "--rollout-data-dir", tmp_path / "pool", "--engine", engine.url,
+        "--custom-rm-path", "rollout_hooks.two_numbers", "--num-rollout", 1, "--eval-interval", 1,
+        "--eval-prompt-data", "few", f"{prompts}@[0:2]",
+    ]  # fmt: skip
+    missing = rollout(*flags, "--reward-key", "nope", code=2)["error"]["message"]
+    assert re.fullmatch(
+        r"--reward-key nope: the reward of sample \d+ has no such entry \(there are: right, brief\)", missing
+    )
+    kept = f"{tmp_path}/{{rollout_id}}"
+    (batch,) = rollout(*flags, "--reward-key", "brief", "--save-debug-rollout-data", kept)["rollouts"]
+    assert (batch["reward_mean"], batch["evaluation"]["eval/few"]) == (0.25, 0.25)
+    (again,) = rollout("--load-debug-rollout-data", kept, "--reward-key", "right", "--num-rollout", 1)["rollouts"]
+    assert again["reward_mean"] == 1.0
+    flags[3] = tmp_path / "other"
+    missing = rollout(*flags, "--reward-key", "brief", "--eval-reward-key", "best", code=2)["error"]["message"]
+    assert missing.startswith("--eval-reward-key best: the reward of sample") and "right, brief" in missing
+
+
+def test_a_key_for_rewards_that_are_numbers_is_refused(rollout, engine):
+    flags = ["--engine", engine.url, "--custom-rm-path", "rollout_hooks.one", "--reward-key", "right"]
+    assert "is 1.0, no object: leave the flag out" in rollout(*flags, code=2)["error"]["message"]
 
 
 @pytest.mark.parametrize("transport", ["straw", "object-store"])
