@@ -353,8 +353,18 @@ def explain(state: State) -> dict[str, tuple[str, ...]]:
 
 
 def way_on(state: State, digest: str) -> str:
-    """How to go on without an object that cannot be read: the groups of the active branch that need it, by queue."""
+    """How to go on without an object that cannot be read: the groups of the active branch that need it, by queue, and
+    what else keeps it."""
     ends = []
+    roots = [
+        *(
+            f"`strawq checkpoint POOL {point.name} --delete`"
+            for point in state.checkpoints.values()
+            if digest in point.objects
+        ),
+        *(f"`strawq branch POOL --delete {row.id}`" for row in state.branches.values() if digest in row.objects),
+        *(f"`strawq archive rm POOL {row.name}`" for row in state.archives.values() if digest in row.objects),
+    ]
     fresh = False
     for name in state.branch.queues:
         queue = state.branch.queues[name]
@@ -366,5 +376,6 @@ def way_on(state: State, digest: str) -> str:
     return (
         "restore the file from a copy"
         + (f", or end the groups that need it: {', '.join(ends)}" if ends else "")
+        + (f"{', and' if ends else ', or'} give up what keeps it: {', '.join(roots)}" if roots else "")
         + (", or let workers try its fresh prompts: they become dead letters, which can be dropped" if fresh else "")
     )

@@ -98,12 +98,19 @@ def collect_to_jsonl(
     writes to the file, and `StorageFailed` if somebody changes or removes it meanwhile."""
     collector = Collector(pool, queue, consumer)
     groups = tokens = done = 0
+    branch = ""
     metrics: dict[str, float] = {}
     with _Lines(out) as lines:
         while not batches or done < batches:
             batch = collector.next_batch(count, timeout=timeout, fewer=fewer, wait=wait)
             if batch is None:
                 return CollectSummary(done, groups, tokens, True, metrics)
+            if branch and batch.batch.branch != branch:
+                log.warning(
+                    "the pool was rolled back: batches from %s on are of branch %s, those before of %s",
+                    batch.id, batch.batch.branch, branch,
+                )  # fmt: skip
+            branch = batch.batch.branch
             try:
                 records = [group_record(group, batch.batch) for group in batch]
                 lines.write(f"{batch.batch.branch}/{batch.id}", records)

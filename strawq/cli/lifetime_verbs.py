@@ -9,11 +9,11 @@ import typer
 
 from strawq.cli.app import verb
 from strawq.cli.options import Bindings, PoolPath, RequestId, once, opened, read_bindings
-from strawq.cli.output import Answer, table
+from strawq.cli.output import Answer, plural, table
 
 if TYPE_CHECKING:
     from strawq.core.events import RolledBack
-    from strawq.rollback_plan import RollbackPlan
+    from strawq.rollback_plan import QueueChange, RollbackPlan
 
 
 @verb("checkpoint")
@@ -145,7 +145,25 @@ def _describe(plan: RollbackPlan) -> str:
         f"{plan.head_seq}\npolicy version {plan.version_now or '-'} -> {plan.version_then or '-'}; leases and batches "
         f"that would end: {plan.leases_ended}"
     )
-    return f"{head}\n\n" + (table(("queue", "tasks", "now", "then"), rows) if rows else "no count would change")
+    lines = [_describe_change(name, queue, plan.version_then) for name, queue in plan.queues.items()]
+    return (
+        "\n".join((head, *lines))
+        + "\n\n"
+        + (table(("queue", "tasks", "now", "then"), rows) if rows else "no count would change")
+    )
+
+
+def _describe_change(name: str, queue: QueueChange, version: str) -> str:
+    from strawq.model import UNVERSIONED, policy_number
+
+    text = (
+        f"queue {name}: {plural(queue.brought_back, 'group')} brought back, {queue.set_aside} set aside with what they "
+        f"have now, {plural(queue.prefixes, 'prefix')} kept ({plural(queue.prefix_tokens, 'token')})"
+    )
+    served = policy_number(version)
+    if queue.oldest_version is not None and served != UNVERSIONED:
+        text += f"; the oldest token would be {plural(served - queue.oldest_version, 'version')} behind"
+    return text
 
 
 @verb("branch")

@@ -97,7 +97,7 @@ def size(count: int) -> str:
 
 
 def plural(count: int, thing: str) -> str:
-    ending = "" if count == 1 else "es" if thing.endswith("ch") else "s"
+    ending = "" if count == 1 else "es" if thing.endswith(("ch", "x")) else "s"
     return f"{count} {thing}{ending}"
 
 

@@ -12,6 +12,7 @@ from strawq.cli.options import PoolPath, QueueName, once, opened, pick_queue
 from strawq.cli.output import Answer, plural, table
 
 if TYPE_CHECKING:
+    from strawq.core.machine import Machine
     from strawq.model import Task
     from strawq.queue import Queue
 
@@ -42,7 +43,7 @@ def retry_failed(pool: PoolPath, tasks: Tasks = [], everything: All = False, que
         chosen = pick_queue(open_pool, queue)
         wanted = _wanted(tasks, everything, chosen.dead_letters())
         done = [task for part in _parts(wanted) for task in once(open_pool, None, partial(_retry, chosen, part))]
-    return _outcome("retried", chosen.name, wanted, done, NO_LETTERS)
+    return _no_letters("retried", chosen.name, wanted, done)
 
 
 @verb("drop", under="failed")
@@ -61,7 +62,7 @@ def drop_failed(
         known = {task.id for task in dead}
         parts = _parts([task for task in wanted if task in known])
         done = [task for part in parts for task in once(open_pool, None, partial(_drop, chosen, part, reason))]
-    return _outcome("dropped", chosen.name, wanted, done, NO_LETTERS)
+    return _no_letters("dropped", chosen.name, wanted, done)
 
 
 @verb("drop")
@@ -78,7 +79,10 @@ def drop(
     with opened(pool) as open_pool:
         chosen = pick_queue(open_pool, queue)
         done = [task for part in _parts(tasks) for task in once(open_pool, None, partial(_drop, chosen, part, reason))]
-    return _outcome("dropped", chosen.name, list(dict.fromkeys(tasks)), done, HELD)
+        wanted = list(dict.fromkeys(tasks))
+        rest = _untouched(wanted, done)
+        why = open_pool.log.refresh(partial(_held, open_pool.path, chosen.name, rest))
+    return _outcome("dropped", chosen.name, done, rest, "; ".join(why))
 
 
 def _retry(queue: Queue, tasks: list[str], request: str) -> tuple[str, ...]:
@@ -101,18 +105,48 @@ def _parts(tasks: list[str]) -> list[list[str]]:
     return [tasks[at : at + TASKS_PER_COMMAND] for at in range(0, len(tasks), TASKS_PER_COMMAND)]
 
 
-NO_LETTERS = "which are no dead letters of that queue (`strawq failed list` shows those)"
-HELD = "which are leased, in a batch that a consumer has in hand, not started, ended or unknown"
+def _untouched(wanted: list[str], done: list[str]) -> list[str]:
+    counted = set(done)
+    return [task for task in wanted if task not in counted]
 
 
-def _outcome(what: str, queue: str, wanted: list[str], done: list[str], why: str) -> Answer:
-    """Tasks that stayed as they are make it exit code 1: a script must not take them for done."""
+def _no_letters(what: str, queue: str, wanted: list[str], done: list[str]) -> Answer:
     from strawq.limits import NAME_BYTES
 
-    counted = set(done)
-    untouched = [task for task in wanted if task not in counted]
+    rest = _untouched(wanted, done)
+    named = ", ".join(task[:NAME_BYTES] for task in rest)
+    return _outcome(
+        what, queue, done, rest, f"{named}: no dead letters of that queue (`strawq failed list` shows those)"
+    )
+
+
+def _held(pool: str, queue: str, tasks: list[str], machine: Machine) -> list[str]:
+    """Why each of these tasks is not to be dropped."""
+    from strawq.core.apply import batch_number
+    from strawq.limits import NAME_BYTES
+
+    rows, batches = machine.state.branch.queues[queue].tasks, machine.state.branch.queues[queue].batches
+    found = []
+    for name in tasks:
+        task = rows.get(name)
+        if task is None:
+            found.append(f"{name[:NAME_BYTES]} is not started, has ended or is unknown")
+            continue
+        batch = batches.get(batch_number(task.batch)) if task.batch else None
+        session = batch.session if batch is not None else task.session
+        where = f"in batch {batch.id} of" if batch is not None else "leased by"
+        found.append(
+            f"{name} is {where} session {session} (if its process is dead: `strawq sessions expire {pool} {session}`)"
+            if session
+            else f"{name} was held by somebody just now"
+        )
+    return found
+
+
+def _outcome(what: str, queue: str, done: list[str], untouched: list[str], why: str) -> Answer:
+    """Tasks that stayed as they are make it exit code 1: a script must not take them for done."""
     data: dict[str, Any] = {"queue": queue, what: done, "untouched": untouched}
     text = f"{plural(len(done), 'task')} {what}"
     if untouched:
-        text += f"; not these, {why}: {', '.join(task[:NAME_BYTES] for task in untouched)}"
+        text += f"; not {why}"
     return Answer(data, text, 1 if untouched else 0)

@@ -53,3 +53,22 @@ def test_a_batch_with_a_damaged_group_is_freed_by_one_command(damaged: tuple[Pat
     run("verify", pool, "--full")
     groups = [record["task"] for record in run("collect", pool, "-n", BATCH, "--json").data["records"]]
     assert len(groups) == BATCH and task not in groups
+
+
+def test_drop_says_who_has_what_it_leaves_and_verify_says_what_else_keeps_it(
+    damaged: tuple[Path, str], run: Run
+) -> None:
+    pool, task = damaged
+    run("checkpoint", pool, "kept")
+    with Pool.open(pool) as trainer:
+        assert trainer.queue().take_batch(BATCH).batch is not None
+        session = trainer.keeper.current
+        left = run("drop", pool, "--reason", "damaged", task, "9-9", code=1).out
+        assert f"{task} is in batch b2 of session {session}" in left and f"strawq sessions expire {pool}" in left
+        assert "9-9 is not started, has ended or is unknown" in left
+    run("drop", pool, "--reason", "damaged", task)
+    found = run("verify", pool, "--full", "--json", code=1).data["findings"]
+    assert [finding["depends"] for finding in found] == [["checkpoint kept"]]
+    assert "`strawq checkpoint POOL kept --delete`" in found[0]["remedy"] and "strawq drop" not in found[0]["remedy"]
+    run("checkpoint", pool, "kept", "--delete")
+    run("verify", pool, "--full")

@@ -70,7 +70,9 @@ def test_the_dry_run_tells_what_the_rollback_does_and_does_nothing(run: Run, poo
     assert planned["queues"]["rollout"]["then"] == expected
     assert planned["queues"]["eval"]["then"] is None
     assert counts(run, pool) == {"rollout": expected}
-    for words in ("branch-2 would go on from before", "policy version 2 -> 1", "fresh_leased", "eval"):
+    rollout = planned["queues"]["rollout"]
+    assert (rollout["brought_back"], rollout["set_aside"]) == (0, 1), "`later` is of the branch that is left"
+    for words in ("branch-2 would go on from before", "policy version 2 -> 1", "fresh_leased", "eval", "1 set aside"):
         assert words in text
 
 

@@ -1,6 +1,7 @@
 import errno
 import fcntl
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -206,6 +207,24 @@ def test_lines_hold_what_was_generated_and_the_batches_are_finished(tmp_path, po
     assert sample["tokens"] == [0, 1, 2] and sample["logprobs"] == [-0.5] * 3 and sample["reward"] == 1.0
     assert sample["versions"] == [{"start": 0, "end": 3, "version": "1"}] and sample["status"] == "completed"
     assert pool.queue().counts().trained == 5
+
+
+def test_a_rollback_between_two_batches_is_said(pool, tmp_path, caplog):
+    """Whoever collects has no model: it goes on with the new branch, and the lines say which they are of."""
+    fill(pool, ["1"] * 4)
+    pool.checkpoint("ready")
+
+    def roll_back(_seconds):
+        if pool.branch() == "main":
+            pool.rollback("ready")
+
+    with caplog.at_level(logging.WARNING):
+        collect_to_jsonl(pool, tmp_path / "out.jsonl", count=4, batches=2, timeout=5, wait=roll_back)
+    branches = [
+        json.loads(line)["batch"].partition("/")[0] for line in (tmp_path / "out.jsonl").read_text().splitlines()
+    ]
+    assert branches == ["main"] * 4 + ["branch-2"] * 4
+    assert "of branch branch-2, those before of main" in caplog.text
 
 
 def test_a_group_whose_prompt_has_no_id_is_collected_and_exported_under_its_tasks(tmp_path, pool):
