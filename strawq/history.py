@@ -135,6 +135,12 @@ def describe(event: e.AnyEvent) -> str:
             return f"{len(event.objects)} objects into {len(places)} files of epoch {event.objects[0].epoch}"
         case e.RolledBack():
             return f"to {event.target}, going on as {event.branch}"
+        case e.Configured():
+            values = msgspec.structs.asdict(event.config)
+            return f"{event.queue}: {', '.join(f'{name} {value}' for name, value in values.items())}"
+        case e.TasksDropped() | e.FailedRetried():
+            why = f" ({event.reason})" if isinstance(event, e.TasksDropped) else ""
+            return f"{len(event.tasks)} groups of {event.queue}: {_some(iter(event.tasks))}{why}"
         case _:
             fields = {
                 name: getattr(event, name) for name in event.__struct_fields__ if name not in ("request", "content")

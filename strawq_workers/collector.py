@@ -237,9 +237,9 @@ class Collector:
         leases = sum(session.leases for session in seen.sessions)
         words = f"{leases} groups are leased by {sum(1 for s in seen.sessions if s.leases)} processes"
         if seen.paused is not None:
-            words += f", admission is paused ({seen.paused.reason})"
+            words += f", admission is paused ({seen.paused.reason or 'no reason given'})"
         if view.tasks.failed:
-            words += f", {view.tasks.failed} tasks are dead letters (`strawq failed list`)"
+            words += f", {view.tasks.failed} dead letters (`strawq failed list`)"
         if not leases and not seen.paused:
             words += ": is a worker running?"
         return words

@@ -32,7 +32,7 @@ EXIT_CODES = {
     4: "try again later: nothing happened",
     5: "unknown outcome: ask again, it is not done twice",
     6: "operator needed: storage or data are unwell",
-    130: "interrupted (143: terminated)",
+    130: "interrupted (143: terminated; 141: nobody reads the output)",
 }
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())
 
