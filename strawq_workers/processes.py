@@ -133,9 +133,17 @@ class Child:
         assert self._process.stdout is not None
         return self._process.stdout
 
+    def last_error(self) -> str:
+        """What it says last of an error that ended it (`error: ...`); empty if it does not."""
+        _, said, why = ("\n" + self._logged()).rpartition("\nerror: ")
+        return " ".join(why.split()) if said else ""
+
+    def _logged(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
     def tail(self) -> str:
         """The end of its log, and where that is."""
-        text = self.log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:].strip()
+        text = self._logged()[-LOG_TAIL_CHARACTERS:].strip()
         return f"{text or 'it has logged nothing'} ({self.log})"
 
 
@@ -180,7 +188,9 @@ class Children:
     def __enter__(self) -> Children:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP):
-                self._before[number] = signal.signal(number, _leave)
+                # A handler that is there leaves the block too, and says more; one that ignores the signal is obeyed.
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    self._before[number] = signal.signal(number, _leave)
         return self
 
     def close(self) -> None:

@@ -215,9 +215,11 @@ def work(
         from strawq.cli.work_processes import run_processes
 
         return run_processes(pool, options, processes)
+    from strawq_workers.worker.hooks import look_in_working_directory
     from strawq_workers.worker.metrics import log_line
     from strawq_workers.worker.process import run_worker
 
+    look_in_working_directory()
     summary = run_worker(pool, options)
     return Answer(summary, f"ended ({summary.reason}): {log_line(summary.counters, 0)}")
 

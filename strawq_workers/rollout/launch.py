@@ -25,6 +25,7 @@ from strawq_workers.rollout.trainer import ReferenceTrainer, Trained, TrainingSu
 from strawq_workers.scratch import Scratch
 from strawq_workers.slime import build_data_source
 from strawq_workers.slime.arguments import (
+    DEFAULTS,
     add_rollout_arguments,
     advice_on,
     rollout_function_path,
@@ -32,6 +33,7 @@ from strawq_workers.slime.arguments import (
     validate_rollout_arguments,
 )
 from strawq_workers.slime.places import require_places
+from strawq_workers.worker.hooks import Hooks, load_hook, look_in_working_directory
 from strawq_workers.worker.options import WorkerOptions
 
 log = logging.getLogger("strawq.rollout")
@@ -108,6 +110,7 @@ def run_rollouts(
     """Run the rollout side with the reference trainer. `told` gets each rollout as it ends, `say` lines on the way;
     `work_command` makes the command that starts a worker with such options. Raises what the rollouts raise; nothing is
     in flight then."""
+    look_in_working_directory()
     args, mode = read_flags(flags, mode, engines=bool(engines) or embedded_engine)
     if args.load_debug_rollout_data:
         return replay(args, told)
@@ -142,11 +145,16 @@ def run_rollouts(
 
 
 def _check_options(args: Any, urls: Sequence[str]) -> None:
-    """What the rollout functions would find wrong with their options and data later is said now."""
+    """What the rollout functions would find wrong with their options, functions and data later is said now."""
+    for name in DEFAULTS:
+        if name.endswith("_path"):
+            given = getattr(args, name)
+            for path in given if isinstance(given, list) else filter(None, [given]):
+                load_hook(path, "--" + name.replace("_", "-"))
     asked = argparse.Namespace(**vars(args))
     asked.rollout_engines = list(urls) or ([NOT_YET] if not args.sglang_router_ip else None)
     if args.rollout_function_path.startswith("strawq_workers."):
-        options_of(asked)
+        Hooks(options_of(asked))
     if args.eval_interval and rollout_function_path(args, evaluation=True).startswith("strawq_workers."):
         evaluation_options(asked)
         datasets(asked)

@@ -1,8 +1,10 @@
 """Worker processes on this host for the queue of a pool, started again when they die.
 
 The rule: a worker that dies is started again at once, with a pause that grows while its successors die too, and after
-`DEATHS_MAX` deaths in a row without an accepted group it is given up, with the end of its log. Closing asks each to
-end, which gives its work back, and insists after a while; the leases of one that had to be killed expire.
+`DEATHS_MAX` deaths in a row without an accepted group it is given up, with the end of its log. One that says that its
+input is bad (exit code 2: options, hooks, group after group that fails) would say so again: it is not started again,
+and when no other is left, its reason is the rollout's. Closing asks each to end, which gives its work back, and insists
+after a while; the leases of one that had to be killed expire.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import time
 
 import msgspec
 
+from strawq.errors import BadInput
 from strawq_workers.processes import Child, Children
+from strawq_workers.rollout.station import RolloutFailed
 from strawq_workers.scratch import Scratch
 from strawq_workers.worker.options import WorkerOptions
 
@@ -35,6 +39,13 @@ class _Slot:
         self.deaths = 0
         self.not_before = 0.0
         self.reason = ""
+        self.refused = ""
+        """Why its input is bad; it is not started again then."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it does not run and will not be started again."""
+        return self.child is None and bool(self.refused or self.deaths >= DEATHS_MAX)
 
 
 class LocalWorkers:
@@ -60,15 +71,19 @@ class LocalWorkers:
         return [slot.child.pid for slot in self._slots if slot.child is not None]
 
     def look(self) -> None:
-        """Start again what has died and may start again."""
+        """Start again what has died and may start again. `RolloutFailed` if none is left, and one has ended for bad
+        input."""
         for slot in self._slots:
             if slot.child is not None:
                 code = slot.child.poll()
                 if code is None:
                     continue
                 self._died(slot, code)
-            if slot.child is None and slot.deaths < DEATHS_MAX and time.monotonic() >= slot.not_before:
+            if slot.child is None and not slot.over and time.monotonic() >= slot.not_before:
                 self._start(slot)
+        refused = next((slot for slot in self._slots if slot.refused), None)
+        if refused is not None and all(slot.over for slot in self._slots):
+            raise RolloutFailed(f"worker {refused.index} has ended: {refused.refused}")
 
     def progressed(self) -> None:
         """Groups have come in: deaths are counted anew."""
@@ -78,7 +93,7 @@ class LocalWorkers:
 
     def given_up(self) -> str:
         """Why no worker is left, or empty if one runs or will be started again."""
-        if any(slot.child is not None or slot.deaths < DEATHS_MAX for slot in self._slots):
+        if not all(slot.over for slot in self._slots):
             return ""
         return "; ".join(
             f"worker {slot.index} died {slot.deaths} times in a row, {slot.reason}" for slot in self._slots
@@ -115,9 +130,13 @@ class LocalWorkers:
         slot.deaths += 1
         slot.reason = f"the last time with {_words(code)}: {slot.child.tail()}"
         slot.not_before = time.monotonic() + min(BACKOFF_S * 2 ** (slot.deaths - 1), BACKOFF_MAX_S)
+        if code == BadInput.exit_code:
+            slot.refused = slot.child.last_error() or slot.reason
+            log.warning("worker %d has ended, and is not started again: %s", slot.index, slot.refused)
+        else:
+            log.warning("worker %d has ended; what it had saved goes on elsewhere; %s", slot.index, slot.reason)
         slot.child.reap(time.monotonic())
         slot.child = None
-        log.warning("worker %d has ended; what it had saved goes on elsewhere; %s", slot.index, slot.reason)
 
 
 def _words(code: int) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import json
 import logging
 import time
@@ -35,6 +34,7 @@ from strawq_workers.slime.buffer_file import in_words
 from strawq_workers.slime.handed import flat
 from strawq_workers.slime.lineage import TRACKER, read_tracker
 from strawq_workers.slime.places import expanded
+from strawq_workers.worker.hooks import load_hook
 
 log = logging.getLogger("strawq.rollout")
 
@@ -267,12 +267,7 @@ def samples_in(groups: list[list[Any]]) -> list[Any]:
 def rollout_function(path: str, mode: str, option: str = "--rollout-function-path") -> RolloutFunction:
     """The user's rollout function at this path, which `option` names, else that of the mode."""
     if path and not path.startswith("strawq_workers."):
-        module, _, name = path.replace(":", ".").rpartition(".")
-        try:
-            found: RolloutFunction = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise BadInput(f"{option} {path}: {error}") from error
-        return found
+        return load_hook(path, option)
     return generate_rollout_fully_async if mode == "fully-async" else generate_rollout
 
 

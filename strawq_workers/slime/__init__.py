@@ -54,7 +54,7 @@ def build_data_source(args: Any) -> Any:
     if path:
         from strawq_workers.worker.hooks import load_hook
 
-        return load_hook(path, "data_source")(args)
+        return load_hook(path, "--data-source-path")(args)
     module, name = sources[transport].split(".")
     return getattr(import_module(f"{__name__}.{module}"), name)(args)
 

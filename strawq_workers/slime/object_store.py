@@ -293,5 +293,5 @@ def _flat(group: list[Any]) -> list[Any]:
 def _buffer_filter(args: Any) -> BufferFilter:
     path = value_of(args, "buffer_filter_path")
     if path:
-        return load_hook(path, "buffer_filter")
+        return load_hook(path, "--buffer-filter-path")
     return pop_oldest if value_of(args, "buffer_sort_by_staleness") else pop_first

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -256,22 +258,33 @@ def _keywords(function: Hook) -> set[str]:
     return names | {_ANY} if any(p.kind is p.VAR_KEYWORD for p in parameters) else names
 
 
+def look_in_working_directory() -> None:
+    """A command that calls the user's functions finds their modules where it was started, as `python -m` and
+    `python script.py` do, and so do the processes that it starts."""
+    if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+
+
 def load_hook(path: str, name: str) -> Hook:
     """The function at `module:function` or `module.function`. `BadInput` names the option, the path and what is
-    missing."""
+    missing. `name`: of the hook, or the flag that was typed."""
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    named = f"{name} {path}" if name.startswith("--") else f"{name} hook {path!r}"
     if not module_name or not attribute:
-        raise BadInput(f"{name} hook {path!r} is not a dotted path: write module:function")
+        raise BadInput(f"{named} is not a dotted path: write module:function")
     try:
         found: Any = importlib.import_module(module_name)
+    except Exception as error:  # others' code may raise anything when it is imported
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        raise BadInput(
+            f"{named}: cannot import {module_name!r}: {kind}{error}; install it, or put its directory on PYTHONPATH"
+        ) from error
+    try:
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, ValueError) as error:
-        why = f"cannot import {module_name!r}: {error}"
-        raise BadInput(f"{name} hook {path!r}: {why}; install it, or put its directory on PYTHONPATH") from error
     except AttributeError as error:
-        raise BadInput(f"{name} hook {path!r}: module {module_name!r} has no {attribute!r}") from error
+        raise BadInput(f"{named}: module {module_name!r} has no {attribute!r}") from error
     if not callable(found):
-        raise BadInput(f"{name} hook {path!r} cannot be called")
+        raise BadInput(f"{named} cannot be called")
     hook: Hook = found
     return hook

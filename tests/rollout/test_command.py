@@ -13,6 +13,7 @@ from scene import SLOW, once
 
 from strawq import Pool
 from strawq.cli import main
+from strawq_workers.rollout import launch
 
 MODES = pytest.mark.parametrize("mode", ["sync", "partial", "fully-async"])
 
@@ -316,6 +317,52 @@ def test_workers_that_are_to_be_started_elsewhere_are_asked_for_at_once(engine, 
 def test_what_cannot_be_obeyed_is_refused_in_one_line(rollout, words, says):
     told = rollout(*words, code=2)
     assert says in told["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--custom-rm-path", "--custom-generate-function-path", "--dynamic-sampling-filter-path", "--eval-function-path",
+     "--rollout-sample-filter-path", "--rollout-sample-hook-path", "--rollout-tokenize-path", "--data-source-path",
+     "--rollout-function-path", "--buffer-filter-path"],
+)  # fmt: skip
+def test_a_function_that_is_not_there_is_named_by_its_flag_before_anything_starts(rollout, monkeypatch, flag):
+    monkeypatch.setattr(launch, "_start_engine", pytest.fail)
+    told = rollout("--embedded-engine", flag, "rollout_hooks.one", flag, "rollout_hooks.nothing", code=2)
+    assert told["error"]["message"] == f"{flag} rollout_hooks.nothing: module 'rollout_hooks' has no 'nothing'"
+    told = rollout("--embedded-engine", flag, "no_such_module.one", code=2)
+    assert told["error"]["message"].startswith(f"{flag} no_such_module.one: cannot import 'no_such_module': No module")
+
+
+def test_a_module_that_raises_when_it_is_imported_is_the_users(rollout, tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("def one(:\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = rollout("--embedded-engine", "--custom-rm-path", "broken_module.one", code=2)
+    assert "cannot import 'broken_module': SyntaxError: " in told["error"]["message"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "fully-async"])
+def test_functions_are_found_in_the_working_directory_by_trainer_and_workers(
+    rollout, engine, tmp_path, monkeypatch, mode
+):
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / f"module_in_{mode[:4]}.py").write_text("def half(args, sample):\n    return 0.5\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    told = rollout(
+        "--mode", mode, "--rollout-data-transport", "straw", "--rollout-data-dir", tmp_path / "pool", "--engine",
+        engine.url, *workers(mode), "--custom-rm-path", f"module_in_{mode[:4]}.half", "--num-rollout", 1,
+    )  # fmt: skip
+    assert told["rollouts"][0]["reward_mean"] == 0.5
+
+
+def test_a_worker_finds_functions_in_the_working_directory_too(tmp_path, monkeypatch, capsys):
+    (tmp_path / "module_of_a_worker.py").write_text("")
+    Pool.init(tmp_path / "pool").close()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert main(["work", "pool", "--engine", "http://127.0.0.1:9", "--reward", "module_of_a_worker.half"]) == 2
+    assert "module 'module_of_a_worker' has no 'half'" in capsys.readouterr().err
 
 
 def test_an_engine_that_does_not_answer_is_exit_code_4(rollout, tmp_path):

@@ -8,7 +8,7 @@ from strawq import Pool
 from strawq.errors import BadInput, StorageFailed
 from strawq_workers.rollout import close_rollouts, generate_rollout_fully_async, local_workers, weight_update
 from strawq_workers.rollout.on_pool import COLLECT_S, OnPool, WorkersLost, live_workers
-from strawq_workers.rollout.station import station_of
+from strawq_workers.rollout.station import RolloutFailed, station_of
 
 
 def workers(source):
@@ -83,7 +83,7 @@ def test_prompts_that_are_judged_between_two_looks_are_no_end_of_the_data(source
     assert len(calls) > 2 and calls[2] > 0 and "data have ended" not in caplog.text
 
 
-def test_workers_that_are_all_gone_are_one_error_that_says_what_to_do(source_of, engine, monkeypatch):
+def test_workers_that_are_all_gone_are_one_error_that_says_what_to_do(source_of, engine, monkeypatch, tmp_path):
     monkeypatch.setattr(local_workers, "DEATHS_MAX", 2)
     source = source_of("straw")
     with pytest.raises(WorkersLost, match=r"no worker has been alive for .*strawq work .* --engine URL") as lost:
@@ -91,8 +91,15 @@ def test_workers_that_are_all_gone_are_one_error_that_says_what_to_do(source_of,
     assert lost.value.exit_code == 4
     close_rollouts(source.data)
     # Those that are started here and die at once are given up, with the end of their log.
+    (tmp_path / "ends_its_process.py").write_text("import os\nos.write(2, b'out of luck')\nos._exit(3)\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    args = source.args(rollout_workers=1, custom_rm_path="ends_its_process.reward")
+    with pytest.raises(WorkersLost, match=r"died 2 times in a row.*exit code 3: out of luck"):
+        generate_rollout_fully_async(args, 0, source.data)
+    close_rollouts(source.data)
+    # What they would say again and again is said once.
     args = source.args(rollout_workers=1, custom_rm_path="no_such_module.reward")
-    with pytest.raises(WorkersLost, match=r"died 2 times in a row.*no_such_module"):
+    with pytest.raises(RolloutFailed, match=r"worker 0 has ended: reward hook 'no_such_module.reward': cannot import"):
         generate_rollout_fully_async(args, 0, source.data)
     assert source.leased() == 0
 
