@@ -71,8 +71,7 @@ class LocalWorkers:
         return [slot.child.pid for slot in self._slots if slot.child is not None]
 
     def look(self) -> None:
-        """Start again what has died and may start again. `RolloutFailed` if none is left, and one has ended for bad
-        input."""
+        """Start again what has died and may start again."""
         for slot in self._slots:
             if slot.child is not None:
                 code = slot.child.poll()
@@ -81,9 +80,6 @@ class LocalWorkers:
                 self._died(slot, code)
             if slot.child is None and not slot.over and time.monotonic() >= slot.not_before:
                 self._start(slot)
-        refused = next((slot for slot in self._slots if slot.refused), None)
-        if refused is not None and all(slot.over for slot in self._slots):
-            raise RolloutFailed(f"worker {refused.index} has ended: {refused.refused}")
 
     def progressed(self) -> None:
         """Groups have come in: deaths are counted anew."""
@@ -92,9 +88,13 @@ class LocalWorkers:
                 slot.deaths = 0
 
     def given_up(self) -> str:
-        """Why no worker is left, or empty if one runs or will be started again."""
+        """Why no worker is left, or empty if one runs or will be started again. `RolloutFailed` if one of those that
+        are gone has ended for bad input."""
         if not all(slot.over for slot in self._slots):
             return ""
+        for slot in self._slots:
+            if slot.refused:
+                raise RolloutFailed(f"worker {slot.index} has ended: {slot.refused}")
         return "; ".join(
             f"worker {slot.index} died {slot.deaths} times in a row, {slot.reason}" for slot in self._slots
         )

@@ -67,8 +67,9 @@ def test_a_worker_whose_input_is_bad_is_not_started_again_and_its_reason_is_the_
         time.sleep(0.01)
     children[2].wait(10)
     for _ in range(2):
+        workers.look()
         with pytest.raises(RolloutFailed, match=r"worker 0 has ended: no such hook$"):
-            workers.look()
+            workers.given_up()
     assert len(children) == 3 and workers.restarts == 1
 
 
