@@ -16,7 +16,9 @@ from typing import Any, Protocol
 
 from strawq.errors import BadInput, StrawqError, TryAgain
 from strawq_workers.admission.refill import Account
+from strawq_workers.daemon_threads import DaemonThreads
 from strawq_workers.rollout.background import LoopThread
+from strawq_workers.rollout.measures import WorkRates
 from strawq_workers.rollout.returns import Returns
 from strawq_workers.sglang.fleet import Fleet
 from strawq_workers.sglang.options import EngineOptions
@@ -24,6 +26,8 @@ from strawq_workers.worker.options import WorkerOptions
 from strawq_workers.worker.process import open_fleet
 
 log = logging.getLogger("strawq.rollout")
+
+CANCEL_S = 5.0
 
 
 class Running(Protocol):
@@ -51,9 +55,12 @@ class Station:
         self.data_source = data_source
         self.returns = Returns(data_source)
         self.loop = LoopThread()
+        self.loop.call(_wait_for_no_hooks)
         self.running: Running | None = None
         self.account: Account | None = None
         """Of the newest synchronous rollout."""
+        self.rates = WorkRates()
+        """Of the workers that go on between calls in this process."""
         self._fleet: Fleet | None = None
         self._opening = asyncio.Lock()
         self._opened: tuple[tuple[str, ...], EngineOptions] | None = None
@@ -88,7 +95,21 @@ class Station:
         self.stop_running()
         self.returns.settle()
         self.loop.call(lambda _: self._close_fleet())
+        self.loop.call(_end_what_is_left)
         self.loop.close()
+
+
+async def _wait_for_no_hooks(_stop: asyncio.Event) -> None:
+    asyncio.get_running_loop().set_default_executor(DaemonThreads())
+
+
+async def _end_what_is_left(_stop: asyncio.Event) -> None:
+    """A caller that was interrupted twice has not waited for its work; a loop is not closed under it."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=CANCEL_S)
 
 
 _stations: dict[int, Station] = {}
