@@ -171,7 +171,7 @@ def work(
     """Lease groups, generate them with engines, hand them in.
 
     It ends when the queue is sealed and used up. SIGTERM or Ctrl-C ends it in good order: prefixes are saved, leases
-    given back (exit code 0). A second one ends it at once; then the leases expire, and what was saved stays. Exit
+    given back (exit code 0). A second one ends it at once; leases that are left expire, what was saved stays. Exit
     code 4 if no engine answers.
     """
     given = dict(locals())  # parameters are named as the fields of WorkerOptions, but for these

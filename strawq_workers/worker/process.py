@@ -1,7 +1,8 @@
 """A worker as a process: open the pool and the engines, run, leave.
 
 The rule: the first SIGTERM or SIGINT ends the work in good order (requests aborted, prefixes saved, leases given back),
-the second one ends the process at once; then the leases expire, and nothing that was saved is lost.
+whatever hooks do; the second one ends the process at once; then the leases that are left expire, and nothing that was
+saved is lost.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from strawq.errors import BadInput
 from strawq.pool import Pool
 from strawq.upkeep import Upkeep
+from strawq_workers.daemon_threads import DaemonThreads
 from strawq_workers.sglang.fleet import Fleet
+from strawq_workers.signals import Number, first_signal
 from strawq_workers.worker.hooks import Hooks
 from strawq_workers.worker.loop import Worker, make_admission
 from strawq_workers.worker.metrics import Counters, WorkerSummary, log_line
@@ -27,7 +29,8 @@ from strawq_workers.worker.source import PoolSource
 
 log = logging.getLogger("strawq.worker")
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ENDING_S = 30.0
+"""Of the last reports, when generate functions have had `abort_timeout_s`, and so long again to be cancelled."""
 
 
 def run_worker(pool: str | os.PathLike[str], options: WorkerOptions) -> WorkerSummary:
@@ -35,7 +38,23 @@ def run_worker(pool: str | os.PathLike[str], options: WorkerOptions) -> WorkerSu
 
     Raises `BadInput` (options, hooks), `EngineUnavailable` (no engine has answered for `engine_timeout_s`),
     `OperatorNeeded` (storage); before that, everything in hand has been given back."""
-    return asyncio.run(work(pool, options, signals=True))
+    return asyncio.run(_until_a_signal(pool, options))
+
+
+async def _until_a_signal(pool: str | os.PathLike[str], options: WorkerOptions) -> WorkerSummary:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop.set_default_executor(DaemonThreads())
+
+    def told(number: Number) -> None:
+        log.warning("%s: giving back what is in hand; a second signal ends at once", number.name)
+        stop.set()
+
+    def on_signal(number: Number) -> None:
+        loop.call_soon_threadsafe(told, number)
+
+    # Not a handler of the loop's: a hook may stand still on the loop, and the second signal is heard nevertheless.
+    with first_signal(on_signal, log.warning, ENDING_S + 2 * options.abort_timeout_s):
+        return await work(pool, options, stop=stop)
 
 
 async def work(
@@ -43,15 +62,12 @@ async def work(
     options: WorkerOptions,
     *,
     stop: asyncio.Event | None = None,
-    signals: bool = False,
     started: Callable[[Worker], None] | None = None,
 ) -> WorkerSummary:
     """As `run_worker`, on a running event loop, until `stop` is set. `started` gets the worker before its first
     lease."""
     stop = stop or asyncio.Event()
     hooks = Hooks(options)
-    if signals and threading.current_thread() is threading.main_thread():
-        _end_on_signals(stop)
     opened = await asyncio.to_thread(Pool.open, Path(pool), role=options.role, lease_seconds=options.lease_seconds)
     queue: PoolSource | None = None
     upkeep = Upkeep(opened, options.gc_seconds)
@@ -68,10 +84,17 @@ async def work(
         log.info("ended (%s): %s", summary.reason, log_line(summary.counters, 0))
         return summary
     finally:
-        await asyncio.to_thread(upkeep.close)
+        await _apart(upkeep.close)
         if queue is not None:
             await queue.close()
-        await asyncio.to_thread(opened.close)
+        await _apart(opened.close)
+
+
+async def _apart(call: Callable[[], None]) -> None:
+    """In a thread of its own: not in the loop's, where hooks may stand still."""
+    thread = ThreadPoolExecutor(1)
+    await asyncio.get_running_loop().run_in_executor(thread, call)
+    thread.shutdown(wait=False)
 
 
 async def run_until(
@@ -127,18 +150,3 @@ def _check_engines(fleet: Fleet, options: WorkerOptions) -> None:
         log.warning(
             "engines are paused as the worker starts; they go on at the next resume, or by /continue_generation"
         )
-
-
-def _end_on_signals(stop: asyncio.Event) -> None:
-    loop = asyncio.get_running_loop()
-
-    def on_signal(number: signal.Signals) -> None:
-        if stop.is_set():
-            log.warning("second signal (%s): ending at once; leases expire by themselves", number.name)
-            logging.shutdown()
-            os._exit(128 + number)
-        log.warning("%s: giving back what is in hand; a second signal ends at once", number.name)
-        stop.set()
-
-    for number in SIGNALS:
-        loop.add_signal_handler(number, on_signal, number)
