@@ -7,63 +7,57 @@ goes to a file that the line names (STRAWQ_DEBUG=1 shows it as well).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import signal
 import sys
 import tempfile
-import threading
 import traceback
-from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import typer
 
 from strawq.cli.app import hush, load
-from strawq.cli.output import Answer, one_line, print_json, say, show
+from strawq.cli.ending import Ending, Interrupted, Terminated, stopped_by
+from strawq.cli.output import Answer, show
 from strawq.errors import StorageFailed, StrawqError
 from strawq.standard_output import forget_stdout
 
-INTERRUPTED = 130
-TERMINATED = 143
 PIPE_CLOSED = 141
 
 # Typer 0.15 builds on click, later ones carry a copy of it: the base of usage errors is found, not imported.
 _USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_SIGNALLED = 128
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
-
-
-class Terminated(BaseException):
-    """SIGTERM: leave through every `with`, so that leases are given back."""
 
 
 def guarded(arguments: list[str]) -> int:
     """Run the command that `arguments` say and print its answer; returns the exit code."""
     as_json = wants_json(arguments)
+    ending = Ending(as_json)
+    ending.handlers.install()
     try:
         try:
-            with _terminable():
-                return _run(arguments, as_json)
+            return _run(arguments, as_json, ending)
         except Exception as error:  # noqa: BLE001 (the last frame: whatever it is, it becomes one line)
-            return _explain(error, as_json)
+            return _explain(error, ending)
     except KeyboardInterrupt:
-        say("interrupted")
-        return INTERRUPTED
+        return ending.stopped(Interrupted)
     except Terminated:
-        say("terminated")
-        return TERMINATED
+        return ending.stopped(Terminated)
     except BrokenPipeError:
         forget_stdout()
         return PIPE_CLOSED
     except SystemExit as left:
-        if not isinstance(left.__context__, BrokenPipeError):
+        if isinstance(left.__context__, BrokenPipeError):
+            forget_stdout()  # typer ends with 1 there, after it has wrapped the streams
+            return PIPE_CLOSED
+        if not isinstance(left.code, int) or left.code <= _SIGNALLED:
             raise
-        forget_stdout()  # typer ends with 1 there, after it has wrapped the streams
-        return PIPE_CLOSED
+        ending.stopped(stopped_by(left.code - _SIGNALLED))  # by a handler of what the verb has started
+        return left.code
     finally:
+        ending.handlers.remove()
         hush()
 
 
@@ -72,18 +66,19 @@ def wants_json(arguments: list[str]) -> bool:
     return "--json" in before or os.environ.get("STRAWQ_JSON", "").strip().lower() in _TRUE
 
 
-def _run(arguments: list[str], as_json: bool) -> int:
+def _run(arguments: list[str], as_json: bool, ending: Ending) -> int:
     answer = load()(args=arguments, prog_name="strawq", standalone_mode=False)
     if isinstance(answer, Answer):
+        ending.claim()  # also of a verb that has printed for itself
         show(answer, as_json)
         return answer.exit_code
-    if answer == INTERRUPTED:  # how typer hands on a Ctrl-C; older ones raise Abort
+    if answer == Interrupted.exit_code:  # how typer hands on a Ctrl-C; older ones raise Abort
         raise KeyboardInterrupt
     sys.stdout.flush()
     return answer if isinstance(answer, int) else 0
 
 
-def _explain(error: Exception, as_json: bool) -> int:
+def _explain(error: Exception, ending: Ending) -> int:
     """Print what went wrong; returns the exit code."""
     if isinstance(error, BrokenPipeError):
         raise error
@@ -103,10 +98,7 @@ def _explain(error: Exception, as_json: bool) -> int:
     else:
         kind, code = "fault", 1
         message = f"this is a fault of strawq: {type(error).__name__}: {error}; please report it with {_keep(error)}"
-    say(message)
-    if as_json:
-        with contextlib.suppress(StorageFailed):  # it has been said on stderr
-            print_json({"error": {"kind": kind, "message": one_line(message)}})
+    ending.tell(kind, message)
     return code
 
 
@@ -135,21 +127,3 @@ def _keep(error: Exception) -> str:
     except OSError as failure:
         return f"the output of STRAWQ_DEBUG=1 (its traceback could not be written: {failure.strerror})"
     return file.name
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does. Only the main thread may say so, and a handler that is there stays."""
-    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if not mine:
-        yield
-        return
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise Terminated
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -41,18 +41,26 @@ def rollout(
     no weight. Ctrl-C and SIGTERM give everything in hand back.
     Exit code 4 if no engine answers or no worker is left.
     """
+    from strawq.cli.ending import reached
     from strawq.cli.work_command import work_command
     from strawq_workers.rollout.launch import parser, run_rollouts
 
     if show_flags:
         text = parser().format_help()
         return Answer({"flags": text}, text)
+    rollouts: list[Trained] = []
+    reached(rollouts=rollouts)
+
+    def told(trained: Trained) -> None:
+        rollouts.append(trained)
+        say(_line(trained))
+
     summary = run_rollouts(
         flags or [],
         mode or "",
         engine,
         embedded_engine,
-        told=lambda trained: say(_line(trained)),
+        told=told,
         say=say,
         work_command=work_command,
     )
