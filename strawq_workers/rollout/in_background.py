@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from concurrent.futures import Future
 from typing import Any
 
 from strawq.errors import StrawqError, TryAgain
 from strawq_workers.rollout.aging import begin_batch, waits_for_older
-from strawq_workers.rollout.measures import WorkRates, drop_metrics, group_metrics
+from strawq_workers.rollout.measures import drop_metrics, group_metrics
 from strawq_workers.rollout.selection import select
 from strawq_workers.rollout.settings import batch_size, codec, options_of
 from strawq_workers.rollout.station import Interrupted, RolloutFailed, Station
@@ -56,8 +55,6 @@ class InBackground:
         self._failure: BaseException | None = None
         self._rollout_id = 0
         self._said: set[str] = set()
-        self._rates = WorkRates()
-        self._drops: Counter[str] = Counter()
         self.source: MemorySource
         self.worker: Worker
         self._running: Future[None] = station.loop.start(self._run())
@@ -198,10 +195,10 @@ class InBackground:
         except BaseException:
             source.put_back(entries)
             raise
-        drops = {why: n - self._drops[why] for why, n in place.drop_reasons.items() if n > self._drops[why]}
-        self._drops = Counter(place.drop_reasons)
+        rates = self._station.rates
+        drops = rates.drops_since_last(place.drop_reasons)
         metrics.update({**drop_metrics(drops, len(entries)), **metrics_of(place.counters)})
-        metrics.update(self._rates.since_last(place.counters))
+        metrics.update(rates.since_last(place.counters))
         metrics["rollout/groups/ready"] = source.ready
         metrics["rollout/groups/in_flight"] = len(self.worker.runs)
         return Taken(entries, samples, metrics)

@@ -63,6 +63,7 @@ class GroupRun:
         self.grown = asyncio.Event()
         self._changed = False
         self._rewrite = False
+        self._counted = False
         self.saved_at = asyncio.get_running_loop().time()
         self._empty_abort_s = EMPTY_ABORT_S
 
@@ -182,7 +183,11 @@ class GroupRun:
                 raise PrefixRefused(str(error)) from error
         if any(len(sample.tokens) for sample in self.samples.values()):
             self._drop_if_stale()
-        place.counters.tokens_resumed += sum(len(sample.tokens) for sample in self.samples.values())
+        # Surplus of an earlier rollout, which an in-memory queue leases anew, was counted when it was handed in.
+        scored = place.hooks.reward is None or all(sample.reward is not None for sample in self.samples.values())
+        self._counted = scored and self.lease.stage == "ready" and self._complete()
+        if not self._counted:
+            place.counters.tokens_resumed += sum(len(sample.tokens) for sample in self.samples.values())
 
     def _drop_if_stale(self) -> Verdict:
         """Throws everything away if the group is too old by the worker's policy; what is saved of it goes with the next
@@ -361,7 +366,7 @@ class GroupRun:
                 return
             self.end = "accepted" if verdict.keep else "dropped"
             if verdict.keep:
-                self.place.accepted()
+                self.place.accepted(not self._counted)
             else:
                 self.place.dropped(reason)
 

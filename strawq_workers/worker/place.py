@@ -110,8 +110,8 @@ class Place:
             for version in filter(None, (span.version, span.last)):
                 self.versions.setdefault(version)
 
-    def accepted(self) -> None:
-        self.counters.groups_accepted += 1
+    def accepted(self, anew: bool = True) -> None:
+        self.counters.groups_accepted += anew
         self.refusals = self.lost = self.unkept = 0
 
     def dropped(self, reason: str) -> None:

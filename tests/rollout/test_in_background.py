@@ -262,3 +262,16 @@ args = add_rollout_arguments(argparse.ArgumentParser()).parse_args(
 )
 out = generate_rollout_fully_async(args, 0, Source())
 """
+
+
+def test_work_is_counted_once_over_workers_that_are_ended_and_begun_anew(source_of, engine):
+    source, told = source_of("object-store", prompts=12), []
+    flags = {"custom_rm_path": f"{HOOKS}.one", "dynamic_sampling_filter_path": f"{HOOKS}.drop_every_third"}
+    for rollout_id in range(4):  # the last one finds that the data have ended
+        out = generate_rollout_fully_async(source.args(**flags), rollout_id, source.data)
+        told.append({name: value for name, value in out.metrics.items() if name.startswith("rollout/")})
+        station_of(source.data).stop_running()  # as before a checkpoint
+    sums = {name: sum(batch.get(name, 0) for batch in told) for name in told[0]}
+    assert sums["rollout/accepted_groups"] == 8 and sums["rollout/dynamic_filter/dropped_groups"] == 4
+    answers = sums["rollout/generated_tokens"] - sums["rollout/regenerated_tokens"]
+    assert sums["rollout/generated_tokens"] == engine.generated() and answers == 12 * 2 * 16

@@ -290,3 +290,17 @@ def test_an_engine_that_dies_in_the_middle_costs_no_group(source_of, engine, tra
     assert indices(out.samples) == [0, 1, 2]
     for (_, prefixes), now in zip(saved, tokens_of(out.samples), strict=True):
         assert all(tokens[: len(prefix)] == prefix for prefix, tokens in zip(prefixes, now, strict=True))
+
+
+def test_groups_that_come_back_complete_were_accepted_before(source_of, engine):
+    source = source_of("object-store")
+    args = source.args(custom_rm_path=f"{HOOKS}.one")
+    for reward, accepted in ((1.0, 0), (None, 3)):  # without a reward they are scored, and accepted, now
+        groups = generate_rollout(args, 0, source.data).samples
+        for sample in [sample for group in groups for sample in group]:
+            sample.reward = reward
+        source.data.add_samples(groups)
+        out = generate_rollout(args, 1, source.data)
+        assert indices(out.samples) == indices(groups) and tokens_of(out.samples) == tokens_of(groups)
+        assert out.metrics["rollout/accepted_groups"] == out.metrics["worker/groups_accepted"] == accepted
+        assert out.metrics["rollout/generated_tokens"] == 0
