@@ -188,14 +188,16 @@ class Fleet:
                 await asyncio.sleep(self.options.backoff_s * (0.5 + random.random() / 2))
             engine.doubted.clear()
             await self._probe(engine)
-            await try_again(engine)
+            if self.paused is None:
+                await try_again(engine, at_once=not any(other.state == "up" for other in self.engines))
 
     async def _probe(self, engine: EngineClient) -> None:
         was = engine.state
         await engine.probe()
-        if engine.state in ("up", "held"):
+        if engine.state in ("up", "held", "aside"):
             try:
                 if was in ("new", "down") and self.paused is not None:
+                    engine.state, engine.paused = "held", None  # no work before the pause; the next probe finds out
                     await engine.pause(self.paused)
                 engine.load = await engine.loads()
             except StrawqError as failed:
@@ -275,8 +277,7 @@ class Fleet:
     async def _claim(
         self, request: GenerateRequest, stop: StopSignal, end: float, avoid: Set[str]
     ) -> EngineClient | None:
-        """An engine with a free slot, or None if `stop` came first. Waits as long as some engine is up and merely
-        full."""
+        """An engine with a free slot; None if `stop` came first. Waits while some engine is up and merely full."""
         clock = asyncio.get_running_loop().time
         started = clock()
         while not stop.is_set():
@@ -295,9 +296,8 @@ class Fleet:
             self._waiters.append(waiter)
             stopping = asyncio.ensure_future(stop.wait())
             try:
-                timeout = max(0.0, limit - clock())
                 both: set[asyncio.Future[Any]] = {waiter, stopping}
-                await asyncio.wait(both, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(both, timeout=max(0.0, limit - clock()), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 stopping.cancel()
                 if waiter in self._waiters:

@@ -1,8 +1,9 @@
 """What is known of an engine by its answers: its own record, and small requests that are sent to find out.
 
 The rule: an engine whose answers made no sense so many times in a row is set aside while others are up, whatever those
-answer meanwhile, and gets no request until a trial of what it failed at comes back sound. The last engine that is up is
-never set aside: whether all are wrong, or what they are asked, is for the caller to say.
+answer meanwhile, and gets no request until a trial of what it failed at comes back sound: at growing intervals, or at
+each probe while no engine is up. The last engine that is up is never set aside: whether all are wrong, or what they are
+asked, is for the caller to say.
 """
 
 from __future__ import annotations
@@ -62,23 +63,26 @@ def blame(engine: EngineClient, request: GenerateRequest, error: Misaligned, oth
         log.info("%s, %d in a row; one of %d others is asked", error, record.garbled, len(others))
 
 
-async def try_again(engine: EngineClient) -> None:
-    """If a trial of an engine that is aside is due: what it failed at, cut short. A sound answer takes it back with the
-    next probe; else the next trial comes after twice as long."""
+async def try_again(engine: EngineClient, *, at_once: bool = False) -> None:
+    """If a trial of an engine that is aside is due, or wanted before: what it failed at, cut short. A sound answer
+    takes it back with the next probe; else a trial that was due is followed by the next after twice as long."""
     record, clock = engine.record, asyncio.get_running_loop().time
-    if not record.aside or engine.state != "aside" or record.failed_at is None or clock() < record.due:
+    due = clock() >= record.due
+    if not record.aside or engine.state != "aside" or record.failed_at is None or not (due or at_once):
         return
     sampling = record.failed_at.sampling
     few = min(TRIAL_TOKENS, sampling.max_new_tokens)
     trial = msgspec.structs.replace(
         record.failed_at, sampling=msgspec.structs.replace(sampling, max_new_tokens=few, min_new_tokens=0)
     )
-    record.pause_s = min(2 * record.pause_s, TRIAL_MAX_S)
+    if due:
+        record.pause_s = min(2 * record.pause_s, TRIAL_MAX_S)
     try:
         await asyncio.wait_for(engine.attempt(trial), engine.options.control_timeout_s)
     except (StrawqError, asyncio.TimeoutError) as failed:
-        record.due = clock() + record.pause_s
-        log.info("%s stays aside for %.0f s more: %s", engine.url, record.pause_s, failed)
+        if due:
+            record.due = clock() + record.pause_s
+        log.info("%s stays aside: %s", engine.url, failed)
         return
     # On parole: the next answer that makes no sense sets it aside again, for longer.
     record.aside, record.garbled = False, GARBLED_MAX - 1

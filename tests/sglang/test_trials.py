@@ -13,6 +13,7 @@ from aiohttp import web
 
 from strawq.errors import Misaligned
 from strawq_workers.sglang import Fleet, GenerateRequest, Sampling
+from strawq_workers.sglang.client import PauseMode
 from strawq_workers.sglang.trials import GARBLED_MAX
 from tests.sglang.conftest import quick, until
 from tests.sglang.stub import Script, Stub
@@ -114,3 +115,63 @@ async def test_an_engine_that_comes_back_is_tried_at_once(make_stub: MakeStub) -
         bad.script = deque()
         await bad.start()
         await until(lambda: states(fleet) == ["up", "up"])
+
+
+async def test_an_engine_that_was_aside_and_returns_into_a_pause_is_paused_and_gets_no_trial(
+    make_stub: MakeStub,
+) -> None:
+    bad, b = await make_stub(), await make_stub()
+    bad.script = Always([garbage])
+    async with await opened(bad, b, trial_s=1000.0) as fleet:
+        while states(fleet) != ["aside", "up"]:
+            await fleet.generate(REQUEST)
+        await bad.stop()
+        await until(lambda: states(fleet) == ["down", "up"])
+        await fleet.pause("abort")
+        bad.script = deque()
+        bad.calls.clear()
+        await bad.start()
+        await until(lambda: bad.calls.count("/ready") >= 3)
+        assert "/pause_generation" in bad.calls and "/generate" not in bad.calls and states(fleet)[0] == "held"
+        await fleet.resume()
+        await until(lambda: states(fleet) == ["up", "up"])
+        assert "/generate" in bad.calls, "the trial came after the pause"
+
+
+async def test_an_engine_that_returns_into_a_pause_gets_no_request_while_it_is_being_paused(
+    make_stub: MakeStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = await make_stub()
+    async with await opened(stub) as fleet:
+        [engine] = fleet.engines
+        await stub.stop()
+        await until(lambda: states(fleet) == ["down"])
+        fleet.paused = "in_place"
+        pausing, go_on, pause = asyncio.Event(), asyncio.Event(), engine.pause
+
+        async def slowly(mode: PauseMode = "abort") -> None:
+            pausing.set()
+            await go_on.wait()
+            await pause(mode)
+
+        monkeypatch.setattr(engine, "pause", slowly)
+        await stub.start()
+        await asyncio.wait_for(pausing.wait(), 10)
+        assert fleet._choose(REQUEST, set()) is None
+        go_on.set()
+        await until(lambda: engine.paused is not None)
+        assert fleet._choose(REQUEST, set()) is None
+
+
+async def test_an_engine_that_is_aside_is_tried_at_once_when_no_other_is_up(make_stub: MakeStub) -> None:
+    bad, b = await make_stub(), await make_stub()
+    bad.script = Always([garbage])
+    async with await opened(bad, b, trial_s=1000.0) as fleet:
+        while states(fleet) != ["aside", "up"]:
+            await fleet.generate(REQUEST)
+        sent, pause_s = len(bad.seen), fleet.engines[0].record.pause_s
+        await b.stop()
+        await until(lambda: len(bad.seen) >= sent + 2)  # it garbles still
+        assert fleet.engines[0].record.pause_s == pause_s, "what it is tried for want of another is not held against it"
+        bad.script = deque()  # it has healed
+        assert (await fleet.generate(REQUEST)).engine_url == bad.url
