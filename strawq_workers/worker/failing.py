@@ -70,6 +70,7 @@ async def _fail(run: GroupRun, error: StrawqError) -> None:
         if standing == "stale":
             return
         run.end = "failed"
+    # Counted first: a stop names what brings dead letters back.
+    run.place.failed(run.task, words(error), standing == "dead")
     if isinstance(error, (EngineRefused, EngineGarbled, PrefixRefused)):
         run.place.refused(error)
-    run.place.failed(run.task, words(error), standing == "dead")

@@ -86,9 +86,10 @@ def test_too_few_slots_name_the_rule_and_never_zero_workers():
     assert "at most" not in str(refused.value) and "C·E" not in str(refused.value)
 
 
-async def test_a_worker_whose_options_are_refused_names_what_brings_its_groups_back(stage_of):
+@pytest.mark.parametrize("refusals_max", [1, 3])
+async def test_a_worker_whose_options_are_refused_names_what_brings_its_groups_back(stage_of, refusals_max):
     async with stage_of() as stage:
         stage.submit(4)
-        with pytest.raises(BadInput, match="3 groups in a row were refused") as refused:
-            await stage.run(sampling_extra={"no_such_option": 1}, refusals_max=3, max_groups=1)
+        with pytest.raises(BadInput, match=f"{refusals_max} groups in a row were refused") as refused:
+            await stage.run(sampling_extra={"no_such_option": 1}, refusals_max=refusals_max, max_groups=1)
         assert f"`strawq failed retry {stage.pool.path} --all`" in str(refused.value)
