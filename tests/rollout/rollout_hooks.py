@@ -12,6 +12,8 @@ gate = {"ready": lambda: True, "second": lambda: True}
 reached = threading.Event()
 release = threading.Event()
 bad: set = set()
+scored: list = []
+"""Prompts whose samples `raises_for_bad` has scored."""
 
 
 def one(args, sample):
@@ -20,6 +22,10 @@ def one(args, sample):
 
 def two_numbers(args, sample):
     return {"right": 1.0, "brief": 0.25}
+
+
+def two_ids(args, prompt):
+    return [72, 105]
 
 
 def when_ready(args, sample):
@@ -49,8 +55,11 @@ def wait_for(probe):
 
 
 def raises_for_bad(args, sample):
+    """Once the test says so, if it does."""
     if number(sample) in bad:
+        wait_for(gate.get("bad", lambda: True))
         raise ValueError(f"no score for prompt {number(sample)}")
+    scored.append(number(sample))
     return 1.0
 
 

@@ -120,9 +120,14 @@ def test_what_the_filter_drops_is_replaced_and_counted(source_of, engine, transp
 
 
 @BOTH
-def test_a_hook_that_always_raises_fails_the_rollout_with_its_reason_and_loses_nothing(source_of, engine, transport):
+def test_a_hook_that_always_raises_fails_the_rollout_with_its_reason_and_loses_nothing(
+    source_of, engine, transport, monkeypatch
+):
     source = source_of(transport)
     hooks.bad = {1}
+    hooks.scored.clear()
+    # The others are complete by then, so that none is generated anew, and the order is that of their start.
+    monkeypatch.setitem(hooks.gate, "bad", lambda: sorted(hooks.scored) == [0, 0, 2, 2])
     args = source.args(custom_rm_path=f"{HOOKS}.raises_for_bad")
     with pytest.raises(RolloutFailed, match="no score for prompt 1"):
         generate_rollout(args, 0, source.data)
