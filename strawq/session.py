@@ -18,7 +18,7 @@ from collections.abc import Callable
 from strawq.core.commands import Expire, Join, Leave
 from strawq.core.events import Refusal
 from strawq.core.machine import Machine
-from strawq.errors import BadInput, StorageFailed, StrawqError
+from strawq.errors import BadInput, StrawqError
 from strawq.limits import LEASE_SECONDS_MIN
 from strawq.model import Session
 from strawq.storage import layout
@@ -68,8 +68,8 @@ class SessionKeeper:
         self._beating = ""
         """The session whose heart beats: `current`, or one that is just joining. Read and written without a lock."""
         self._beat = 0
-        self._refused = False
-        """Whether the mount did not take our last heartbeat."""
+        self._landed_at: float | None = None
+        """When the mount has last taken a heartbeat of ours, by the monotonic clock."""
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -94,6 +94,7 @@ class SessionKeeper:
         session = f"{self._instance[:16]}-{self._joined}"
         self._beat = 1
         write_beat(self._log.files, Beat(session, 1, 0, self._instance))
+        self._landed_at = self._clock.monotonic()
         # It beats from here on: others see the session as soon as its entry has a name, and that is acknowledged later.
         self._beating = session
         self._start()
@@ -126,7 +127,10 @@ class SessionKeeper:
                 # The next round tries again; if the mount stays away, others expire us, which is right.
                 failed += 1
                 often = logging.INFO if failed & (failed - 1) else logging.WARNING  # said at each doubling
-                logger.log(often, "%s of session %s failed (%d in a row): %s", name, self.current, failed, error)
+                until = "; until one lands, no other session is taken for dead here" if name == "heartbeat" else ""
+                logger.log(
+                    often, "%s of session %s failed (%d in a row): %s%s", name, self.current, failed, error, until
+                )
 
     def round(self) -> list[str]:
         """One heartbeat, one look around. Returns the sessions that were expired."""
@@ -140,7 +144,7 @@ class SessionKeeper:
         sessions = self._log.refresh(lambda machine: list(machine.state.sessions.values()))
         if mine and mine not in {session.id for session in sessions}:
             self.forget(mine)
-        stopped = self._observer.stopped(self._others(sessions), counting=not self._refused)
+        stopped = self._observer.stopped(self._others(sessions), counting=self._heard())
         return [self._expire(session, reason) for session, reason in stopped]
 
     def beat(self) -> None:
@@ -150,12 +154,14 @@ class SessionKeeper:
         if session:
             # The epoch is a hint: it is read while the state may be on the move.
             epoch = self._log.machine.state.meta.epoch
-            try:
-                write_beat(self._log.files, Beat(session, self._beat, epoch, self._instance))
-            except StorageFailed:
-                self._refused = True
-                raise
-        self._refused = False
+            write_beat(self._log.files, Beat(session, self._beat, epoch, self._instance))
+            self._landed_at = self._clock.monotonic()
+
+    def _heard(self) -> bool:
+        """Whether the mount takes heartbeats: one of ours has landed in the last two rounds. Where it refuses or holds
+        them up, everybody's stand still. Without a session we do not know; whoever wants work has one."""
+        landed = self._landed_at
+        return bool(self._beating) and landed is not None and self._clock.monotonic() - landed <= 2 * self.round_seconds
 
     def _others(self, sessions: list[Session]) -> list[Session]:
         return [session for session in sessions if session.id != self.current]

@@ -125,10 +125,9 @@ def rollback(
             return made
 
         made = once(open_pool, request_id, roll)
-        pause = open_pool.inspect().paused
-    data = {"dry_run": False, "branch": made.branch, "target": target, "left": made.left, "paused": pause is not None}
+    data = {"dry_run": False, "branch": made.branch, "target": target, "left": made.left, "paused": made.paused}
     text = f"branch {made.branch} goes on from {target}; {made.left} is left as it is"
-    return Answer(data, text + f"; admission stays paused until `strawq resume {pool}`" * (pause is not None))
+    return Answer(data, text + f"; admission stays paused until `strawq resume {pool}`" * made.paused)
 
 
 def _describe(plan: RollbackPlan) -> str:

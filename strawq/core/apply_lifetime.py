@@ -78,7 +78,7 @@ def _rolled_back(state: State, event: e.RolledBack, seq: int, _where: Where) -> 
         for batch in queue.batches.values():
             queue.batches.put(batch.number, replace(batch, session=""))
     # A pause holds until it is ended, wherever the log goes on; whoever has acknowledged it did so for other work.
-    pause = old.meta.pause
+    pause = old.meta.pause if event.paused else None
     new.change(pause=replace(pause, acknowledged=()) if pause is not None else None, forgotten_seq=seq)
     # What was answered on the line that is left is not remembered on this one, but for what holds on every line.
     if event.left:

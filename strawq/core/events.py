@@ -149,11 +149,13 @@ class CheckpointDropped(Event, frozen=True, kw_only=True, tag="checkpoint_droppe
 
 class RolledBack(Event, frozen=True, kw_only=True, tag="rolled_back"):
     """From here on `branch` is active; it goes on from `target`. `left` is the branch that was active; its answers
-    about checkpoints, branches and archives are remembered on the new one too. Empty: of a strawq that forgot them."""
+    about checkpoints, branches and archives are remembered on the new one too. Empty: of a strawq that forgot them.
+    `paused`: the pause that is on holds on; without it, it ended here."""
 
     target: str
     branch: str
     left: str = ""
+    paused: bool = False
 
 
 class BranchDropped(Event, frozen=True, kw_only=True, tag="branch_dropped"):

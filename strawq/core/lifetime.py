@@ -67,7 +67,8 @@ def _rollback(state: State, command: c.Rollback) -> Answer:
     require_name(name, "branch")
     if name in state.branches or name in state.checkpoints:
         raise BadInput(f"the name {name!r} is taken by a branch or checkpoint; choose another")
-    return e.RolledBack(target=command.target, branch=name, left=state.active.row)
+    paused = state.branch.meta.pause is not None
+    return e.RolledBack(target=command.target, branch=name, left=state.active.row, paused=paused)
 
 
 def _free_branch(state: State) -> str:

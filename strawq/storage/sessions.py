@@ -70,8 +70,8 @@ class Observer:
     """Decides which sessions have stopped. One for each process; called from its heartbeat thread.
 
     A session has stopped when the same beat was read for a lease, up to and including this look; or when there was
-    nothing to read for a whole lease. One wrong answer of the mount decides nothing, nor does time in which the
-    observer's own heartbeat was refused: on a full disk everybody's is."""
+    nothing to read for a whole lease. One wrong answer of the mount decides nothing, nor does time in which none of
+    the observer's own heartbeats landed: a disk that is full, or a mount that hangs, holds up everybody's."""
 
     def __init__(self, files: Files, clock: Clock, round_seconds: float, known_dead: Callable[[Session], bool]) -> None:
         self._files = files

@@ -172,9 +172,10 @@ def test_a_heartbeat_goes_on_while_the_interpreter_is_held_and_ends_with_the_pro
     try:
         assert busy.stdout is not None
         session = busy.stdout.readline().strip()
-        with Pool.open(tmp_path / "pool", lease_seconds=3.0) as observer:
+        with Pool.open(tmp_path / "pool", lease_seconds=3.0, background=False) as observer:
             # Only silence counts here: the observer does not look at the process.
             observer.keeper._observer._known_dead = lambda _: False
+            observer.keeper.require()
             said: list[str] = []
             reader = threading.Thread(target=lambda: said.append(busy.stdout.readline()) if busy.stdout else None)
             reader.start()

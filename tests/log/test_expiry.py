@@ -65,6 +65,7 @@ def test_an_observer_whose_mount_is_sick_takes_nobody_for_dead() -> None:
     living, observer = world.process(), world.process()
     living.queue()
     session = living.keeper.require()
+    observer.keeper.require()
     observer.keeper.round()
 
     def sick(moment: str, kind: str, path: str) -> None:
@@ -93,6 +94,7 @@ def test_one_wrong_look_at_the_end_of_a_lease_takes_nobody_for_dead(garbled: byt
     living, observer = world.process(), world.process()
     living.queue()
     session = living.keeper.require()
+    observer.keeper.require()
     path = layout.session_file(session)
     for _ in range(6):
         assert observer.keeper.round() == []
@@ -114,6 +116,7 @@ def test_a_dead_process_whose_heartbeat_cannot_be_read_any_more_is_found_out(lef
     dead, observer = world.process(), world.process()
     dead.queue()
     session = dead.keeper.require()
+    observer.keeper.require()
     observer.keeper.round()
     path = layout.session_file(session)
     world.memory.remove(path)

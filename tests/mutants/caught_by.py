@@ -7,6 +7,7 @@ from tests.core import test_versions as versions
 from tests.crash import test_lost_replies as lost
 from tests.crash.operations import OPERATIONS
 from tests.lifetime import test_merging as merging
+from tests.lifetime import test_rollback_of_pauses as pauses
 from tests.log import test_expiry as expiry
 from tests.log import test_heartbeats as heartbeats
 from tests.log import test_outcomes as outcomes
@@ -50,7 +51,7 @@ CAUGHT_BY: dict[str, Check] = {
     "forgotten answers are guessed": patched(
         races.test_a_writer_that_slept_longer_than_the_pool_remembers_says_that_it_does_not_know
     ),
-    "expiry by wall clock": SLICE,
+    "expiry by wall clock": checks.an_observer_whose_wall_clock_steps_takes_nobody_for_dead,
     "a sleeping observer counts its own sleep": checks.an_observer_that_slept_takes_nobody_for_dead,
     "an unreadable heartbeat counts as stillness": given(
         expiry.test_an_observer_whose_mount_is_sick_takes_nobody_for_dead
@@ -61,6 +62,12 @@ CAUGHT_BY: dict[str, Check] = {
     "heartbeats wait for the log": given(
         heartbeats.test_a_commit_that_hangs_for_longer_than_a_lease_does_not_stop_the_heart
     ),
+    "an observer that is not heard counts": given(
+        heartbeats.test_a_mount_that_takes_no_heartbeat_for_longer_than_a_lease_costs_nobody_the_session, "full", True
+    ),
+    "a rollback ends a pause": given(pauses.test_a_pause_holds_over_a_rollback_and_is_acknowledged_anew),
+    "a consumer's batch may lose a group": checks.a_group_is_dropped_out_of_a_batch_of_nobody,
+    "a batch that lost a group comes again": checks.a_group_is_dropped_out_of_a_batch_of_nobody,
     "attempt not checked on commit": checks.an_old_attempt_of_the_same_process_is_fenced,
     "session not checked on commit": checks.a_report_under_anothers_lease_is_fenced,
     "branch not checked": checks.a_worker_of_a_branch_that_was_left_is_fenced,

@@ -21,6 +21,8 @@ from strawq.queue import Queue, Work
 from strawq.samples import Group, Prompt, Sample
 from strawq.storage import layout
 from strawq.storage.faulty import Crash, FaultPlan, FaultyFiles
+from strawq.testing.clock import HostClock
+from strawq.testing.scenes import completed, prompts
 from strawq.testing.simulation import simulate
 from strawq.testing.worlds import World
 from tests.lifetime.test_merging import shrink
@@ -248,13 +250,46 @@ def a_foreign_header_is_refused() -> None:
         world.process().queue().submit(_prompts(1))
 
 
+def a_group_is_dropped_out_of_a_batch_of_nobody() -> None:
+    world = World()
+    consumer, operator = world.process(), world.process()
+    queue = consumer.queue()
+    queue.submit(prompts(["a", "b"]))
+    for lease in queue.acquire(2):
+        completed(queue, queue.open(lease))
+    batch = queue.take_batch(2).batch
+    assert batch is not None
+    first, second = batch.tasks
+    assert operator.queue().drop_tasks([first], "damaged") == ()
+    consumer.close()
+    assert operator.queue().drop_tasks([first], "damaged") == (first,)
+    counts = operator.queue().counts()
+    assert (counts.ready, counts.in_batch, counts.dropped) == (1, 0, 1)
+    again = operator.queue().take_batch(1).batch
+    assert again is not None and again.tasks == (second,) and again.id != batch.id
+
+
 def an_observer_that_slept_takes_nobody_for_dead() -> None:
     world = World(lease_seconds=4.0)
     living, observer = world.process(), world.process()
     living.queue()
     living.keeper.require()
+    observer.keeper.require()
     observer.keeper.round()
     world.clock.sleep(1000)
+    assert observer.keeper.round() == []
+
+
+def an_observer_whose_wall_clock_steps_takes_nobody_for_dead() -> None:
+    world = World(lease_seconds=4.0)
+    clock = HostClock(world.clock)
+    living, observer = world.process(), world.process(clock=clock)
+    living.queue()
+    living.keeper.require()
+    observer.keeper.require()
+    observer.keeper.round()
+    clock.wall_jump_ms += 3_600_000
+    world.clock.sleep(0.5)
     assert observer.keeper.round() == []
 
 

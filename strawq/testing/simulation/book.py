@@ -315,6 +315,7 @@ class Book:
         self.branches[self.branch] = self.line
         require(event.branch not in self.branches, f"branch {event.branch} was made twice")
         paused = self.line.paused
+        require(event.paused == paused, f"the rollback says paused={event.paused}, and the pool was {paused}")
         self.line, self.branch = copy.deepcopy(source), event.branch
         self.line.paused = paused
         for note in self.line.notes.values():
