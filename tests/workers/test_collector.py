@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -239,24 +240,132 @@ def test_a_group_whose_prompt_has_no_id_is_collected_and_exported_under_its_task
     assert row["group_id"] == row["task"] == work.task
 
 
-def test_a_run_that_died_before_it_finished_a_batch_does_not_write_it_twice(tmp_path, pool, monkeypatch):
+@pytest.fixture
+def dies(monkeypatch):
+    """A run that writes its first batch of two groups, and ends before it finishes it."""
+
+    def run(pool, out, consumer="trainer"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Collector, "finish", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                collect_to_jsonl(pool, out, count=2, consumer=consumer, timeout=5)
+
+    return run
+
+
+def written(out):
+    return [(row["batch"].partition("/")[2], row["group_id"]) for row in rows(out)]
+
+
+def test_a_run_that_died_before_it_finished_a_batch_does_not_write_it_twice(tmp_path, pool, dies):
     fill(pool, ["1"] * 4)
     out = tmp_path / "out.jsonl"
-
-    def dies(self, batch, dropped=()):
-        raise KeyboardInterrupt
-
     with Pool.open(pool.path) as first:
-        with monkeypatch.context() as patch:
-            patch.setattr(Collector, "finish", dies)
-            with pytest.raises(KeyboardInterrupt):
-                collect_to_jsonl(first, out, count=2, timeout=5)
-        pool.commit(Expire(request="e", session=first.keeper.current))
+        dies(first, out)
     assert len(rows(out)) == 2
     with out.open("ab") as torn:
         torn.write(b'{"batch":"main/b3","task"')
     collect_to_jsonl(pool, out, count=2, batches=2, timeout=5)
-    assert [row["group_id"] for row in rows(out)] == ["g0", "g1", "g2", "g3"]
+    assert written(out) == [("b1", "g0"), ("b1", "g1"), ("b2", "g2"), ("b2", "g3")]
+
+
+def test_groups_of_a_batch_that_was_broken_up_before_it_was_finished_are_in_the_file_once(tmp_path, pool, dies, caplog):
+    fill(pool, ["1"] * 6)
+    out = tmp_path / "out.jsonl"
+    collect_to_jsonl(pool, out, count=2, batches=1, timeout=5)
+    with Pool.open(pool.path) as first:
+        dies(first, out)
+    with out.open("ab") as torn:
+        torn.write(b'{"batch":"main/b3","task"')
+    assert pool.queue().drop_tasks(["1-2"], "mine") == ("1-2",)
+    pool.queue().seal()
+    assert collect_to_jsonl(pool, out, count=2, batches=0, timeout=5).groups == 3
+    assert written(out) == [("b1", "g0"), ("b1", "g1"), ("b3", "g3"), ("b3", "g4"), ("b4", "g5")]
+    assert [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING] == [
+        f"the lines of batch main/b2 were taken from the end of {out}: it was never finished, and the groups that are "
+        "left of it come again"
+    ]
+
+
+def test_a_batch_that_is_broken_up_while_the_next_run_waits_is_not_left_in_front_of_others(tmp_path, pool, dies):
+    fill(pool, ["1"] * 3)
+    out = tmp_path / "out.jsonl"
+    with Pool.open(pool.path) as first:
+        dies(first, out)
+
+        def wait(_seconds):
+            if not pool.queue().counts().dropped:
+                pool.commit(Expire(request="e", session=first.keeper.current))
+                pool.queue().drop_tasks(["1-0"], "mine")
+
+        collect_to_jsonl(pool, out, count=2, batches=1, timeout=30, wait=wait)
+    assert written(out) == [("b2", "g1"), ("b2", "g2")]
+
+
+def test_lines_of_a_batch_that_was_returned_go_before_another_one_comes(tmp_path, pool, dies):
+    fill(pool, ["1"] * 2)
+    out = tmp_path / "out.jsonl"
+    with Pool.open(pool.path) as first:
+        dies(first, out)
+    collector = Collector(pool)
+    collector.give_back(collector.next_batch(2, timeout=5))
+    with pytest.raises(TryAgain):
+        collect_to_jsonl(pool, out, count=4, timeout=0)
+    assert written(out) == []
+
+
+def test_another_consumer_writes_nothing_behind_a_batch_that_is_not_finished(tmp_path, pool, dies):
+    fill(pool, ["1"] * 4)
+    out = tmp_path / "out.jsonl"
+    with Pool.open(pool.path) as first:
+        dies(first, out)
+        with (
+            Pool.open(pool.path) as second,
+            pytest.raises(TryAgain, match=r"ends with batch main/b1, which consumer trainer \(session .*\) has open"),
+        ):
+            collect_to_jsonl(second, out, count=2, batches=1, consumer="other", timeout=5)
+        assert written(out) == [("b1", "g0"), ("b1", "g1")]
+    collect_to_jsonl(pool, out, count=2, batches=1, consumer="other", timeout=5)
+    assert written(out) == [("b2", "g2"), ("b2", "g3")]
+    collect_to_jsonl(pool, out, count=2, batches=1, timeout=5)
+    assert written(out) == [("b2", "g2"), ("b2", "g3"), ("b1", "g0"), ("b1", "g1")]
+    assert pool.queue().counts().trained == 4
+
+
+def test_a_run_that_goes_on_in_the_same_process_leaves_what_it_may_have_finished(tmp_path, pool, dies):
+    """Whether the batch is finished nobody knows yet: its lines are not taken away."""
+    fill(pool, ["1"] * 4)
+    out = tmp_path / "out.jsonl"
+    dies(pool, out)
+    collect_to_jsonl(pool, out, count=2, batches=1, timeout=5)
+    assert written(out) == [("b1", "g0"), ("b1", "g1"), ("b2", "g2"), ("b2", "g3")]
+
+
+def test_lines_of_a_branch_that_was_left_stay(tmp_path, pool, dies):
+    fill(pool, ["1"] * 2)
+    pool.checkpoint("ready")
+    out = tmp_path / "out.jsonl"
+    with Pool.open(pool.path) as first:
+        dies(first, out)
+    pool.rollback("ready")
+    collect_to_jsonl(pool, out, count=2, batches=1, timeout=5)
+    assert [row["batch"] for row in rows(out)] == ["main/b1"] * 2 + ["branch-2/b2"] * 2
+
+
+@pytest.mark.parametrize("state", ["ready", "in an open batch"])
+def test_lines_of_another_pool_stay_whatever_its_groups_of_the_same_names_are(tmp_path, pool, dies, state):
+    out, others = tmp_path / "out.jsonl", tmp_path / "others.jsonl"
+    fill(pool, ["1"] * 2)
+    collect_to_jsonl(pool, out, count=2, batches=1, timeout=5)
+    before = out.read_bytes()
+    with Pool.init(tmp_path / "other") as other:
+        fill(other, ["2"] * 4)
+        with Pool.open(other.path) as first:
+            dies(first, others, consumer="other")
+        if state == "ready":
+            other.queue().drop_tasks(["1-0"], "mine")
+        collect_to_jsonl(other, out, count=2, batches=1, timeout=5)
+    assert out.read_bytes().startswith(before) and len(rows(out)) == 4
 
 
 @pytest.mark.parametrize("torn", [1, 40, 700])
