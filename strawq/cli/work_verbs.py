@@ -87,7 +87,7 @@ def work(
     mask_offpolicy_in_partial_rollout: Annotated[
         bool,
         typer.Option(
-            "--mask-offpolicy-in-partial-rollout", help="Loss mask 0 for tokens that another request goes on from."
+            "--mask-offpolicy-in-partial-rollout", help="Loss mask 0 for tokens of an older policy than the newest."
         ),
     ] = False,
     changed_sampling: Annotated[

@@ -29,17 +29,20 @@ from strawq_workers.slime.arguments import (
     add_rollout_arguments,
     advice_on,
     rollout_function_path,
+    uses_our_rollout,
     uses_straw,
     validate_rollout_arguments,
 )
-from strawq_workers.slime.places import require_places
-from strawq_workers.worker.hooks import Hooks, load_hook, look_in_working_directory
+from strawq_workers.slime.places import anywhere, require_places
+from strawq_workers.worker.hooks import Hooks, load_hook, look_in_working_directory, with_least_hook_args
 from strawq_workers.worker.options import WorkerOptions
 
 log = logging.getLogger("strawq.rollout")
 
 SYNC, PARTIAL, FULLY_ASYNC = "sync", "partial", "fully-async"
 ENGINE_START_S = 60.0
+MAKE_PROMPTS = ("data_source_path", "custom_generate_function_path", "rollout_tokenize_path")
+"""What can do without prompts: slime's data source gives empty ones where there are no data."""
 NOT_YET = "http://127.0.0.1"  # the embedded engine, before it has an address
 FUNCTIONS = {
     SYNC: "strawq_workers.slime.generate_rollout",
@@ -117,6 +120,8 @@ def run_rollouts(
     urls = list(engines) or list(args.rollout_engines or ())
     if embedded_engine and urls:
         raise BadInput("--embedded-engine starts an engine: leave out --engine, or use the engines that you name")
+    if not args.prompt_data and uses_our_rollout(args) and not any(getattr(args, name) for name in MAKE_PROMPTS):
+        raise BadInput("--prompt-data is required: the prompts (or a data source of your own, --data-source-path)")
     if not embedded_engine and not urls and not args.sglang_router_ip:
         raise BadInput("no engine: name one with --engine URL, or start one with --embedded-engine")
     _check_options(args, urls)
@@ -136,7 +141,8 @@ def run_rollouts(
         where = "in memory" if straw is None else f"in the pool {straw.pool.path}"
         say(f"{mode} rollouts, groups {where}, engines {' '.join(engine_urls(args))}")
         if straw is not None and mode == FULLY_ASYNC and not local_workers(args) and not live_workers(straw.pool):
-            options = msgspec.structs.replace(options_of(args), queue=straw.queue_name, role=WORKER_ROLE)
+            options = msgspec.structs.replace(options_of(anywhere(args)), queue=straw.queue_name, role=WORKER_ROLE)
+            options = with_least_hook_args(options)
             say(
                 f"no worker is there yet: start one or more with `{work_command(straw.pool.path, options)}`, or let "
                 "the rollout start them (--rollout-workers N)"

@@ -7,6 +7,7 @@ is as good as one that is there.
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,21 @@ def _option(name: str) -> str:
 def expanded(given: str | os.PathLike[str]) -> Path:
     """The path that a flag names, wherever the process goes later."""
     return Path(given).expanduser().absolute()
+
+
+PATHS = ("prompt_data", "hf_checkpoint", "rollout_data_dir", "rollout_storage_declaration", "save", "load",
+         "save_debug_rollout_data", "load_debug_rollout_data")  # fmt: skip
+
+
+def anywhere(args: Any) -> Any:
+    """The same flags for a process that is started in another directory: paths on this machine's disk are absolute."""
+    found = copy.copy(args)
+    for name in PATHS:
+        given = getattr(args, name, None)
+        # The name of a model on a hub looks like a path.
+        if given and "://" not in given and (name != "hf_checkpoint" or os.path.lexists(expanded(given))):
+            setattr(found, name, str(expanded(given)))
+    return found
 
 
 def require_writable(option: str, given: str | os.PathLike[str]) -> Path:

@@ -23,6 +23,7 @@ import numpy as np
 from strawq.errors import BadInput, Misaligned
 from strawq.samples import Group, Int32, Prompt, Sample
 from strawq_workers.filters import DynamicFilterOutput, apply_filter
+from strawq_workers.slime.flags import all_flags
 from strawq_workers.worker.options import WorkerOptions
 from strawq_workers.worker.views import (
     HookFailed,
@@ -164,7 +165,8 @@ class Hooks:
 
 
 def hook_args(options: WorkerOptions) -> SimpleNamespace:
-    """What hooks get as `args`: the worker's options under slime's names, then `hook_args`."""
+    """What hooks get as `args`: slime's flags with their defaults, the worker's options under their names, then
+    `hook_args`."""
     named = {
         "n_samples_per_prompt": options.samples,
         "rollout_max_response_len": options.max_new_tokens,
@@ -176,15 +178,26 @@ def hook_args(options: WorkerOptions) -> SimpleNamespace:
         "rollout_stop_token_ids": list(options.stop_token_ids) or None,
         "partial_rollout": options.partial_rollout,
         "mask_offpolicy_in_partial_rollout": options.mask_offpolicy_in_partial_rollout,
+        "custom_rm_path": options.reward or None,
         "group_rm": options.group_reward,
         "reward_key": options.reward_key or None,
         "custom_generate_function_path": options.generate or None,
         "rollout_sample_hook_path": list(options.sample_hooks) or None,
+        "dynamic_sampling_filter_path": options.dynamic_filter or None,
         "use_rollout_routing_replay": options.routed_experts,
         "sglang_server_concurrency": options.concurrency,
+        "rollout_engines": list(options.engines),
         **_address(options.engines[0]),
     }
-    return SimpleNamespace(**{**named, **options.hook_args})
+    defaults = {flag.name: flag.default for flag in all_flags()}
+    return SimpleNamespace(**{**defaults, **named, **options.hook_args})
+
+
+def with_least_hook_args(options: WorkerOptions) -> WorkerOptions:
+    """Options of the same meaning: `hook_args` has only what hooks would not find in `args` anyway."""
+    known = vars(hook_args(msgspec.structs.replace(options, hook_args={})))
+    unknown = {name: value for name, value in options.hook_args.items() if name not in known or known[name] != value}
+    return msgspec.structs.replace(options, hook_args=unknown)
 
 
 def _address(url: str) -> dict[str, Any]:

@@ -36,13 +36,13 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     captures SC rows of k tokens, `routed_experts` R3 rows.
 
     Partial rollout. With `partial_rollout` false a sample comes from one request (of a generate function: from one
-    call), or starts anew. `mask_offpolicy_in_partial_rollout`: response tokens that are there when another request
-    continues them get loss mask 0. `changed_sampling`: a saved prefix that was sampled with other options is refused
-    (the attempt fails), or continued and marked (its segments differ, and `metadata["mixed_sampling"]` is true).
-    `save_tokens` ends each request after so many tokens, saves, and goes on with the next request; `save_seconds`
-    aborts one that has run for so long, saves and goes on (0: off; a prefix is then saved only at an abort). Both
-    need sampling without penalties, stop strings and `min_new_tokens`, which do not look across requests (with these,
-    `save_seconds` is not obeyed), and `partial_rollout`.
+    call), or starts anew. `mask_offpolicy_in_partial_rollout`: response tokens that the policy of the sample's newest
+    tokens did not surely make get loss mask 0. `changed_sampling`: a saved prefix that was sampled with other options
+    is refused (the attempt fails), or continued and marked (its segments differ, and `metadata["mixed_sampling"]` is
+    true). `save_tokens` ends each request after so many tokens, saves, and goes on with the next request;
+    `save_seconds` aborts one that has run for so long, saves and goes on (0: off; a prefix is then saved only at an
+    abort). Both need sampling without penalties, stop strings and `min_new_tokens`, which do not look across requests
+    (with these, `save_seconds` is not obeyed), and `partial_rollout`.
 
     Staleness. `max_staleness`: how many policy versions older than the served one a group's oldest token may be (-1: no
     budget). `staleness_policy`: `admit` and `oldest_first` admit no more than `max_staleness` + 1 batches of

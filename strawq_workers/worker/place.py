@@ -14,6 +14,7 @@ from strawq.handles import Lease
 from strawq_workers.admission.reservations import Admission
 from strawq_workers.sglang.fleet import Fleet
 from strawq_workers.sglang.segment import Segment
+from strawq_workers.telling import Telling
 from strawq_workers.worker.generation import Plan
 from strawq_workers.worker.hooks import Hooks
 from strawq_workers.worker.metrics import Counters
@@ -27,6 +28,7 @@ from strawq_workers.worker.unconfirmed import Unconfirmed
 log = logging.getLogger("strawq.worker")
 
 FAILURES_KEPT = 20
+FAILURES_SAID = 3
 
 
 class PrefixRefused(BadInput):
@@ -92,6 +94,7 @@ class Place:
         self.versions: dict[str, None] = {}
         self.drop_reasons: dict[str, int] = {}
         self.failures: list[str] = []
+        self._telling = Telling()
         self.dead: dict[str, str] = {}
         """Groups that failed for good here, by their reasons; the newest `FAILURES_KEPT`."""
 
@@ -132,8 +135,20 @@ class Place:
             self.dead = {**dict(list(self.dead.items())[1 - FAILURES_KEPT :]), task: reason}
         if len(self.failures) < FAILURES_KEPT:
             self.failures.append(f"{task}: {reason}")
-        log.warning("task %s failed%s: %s", task, ", it is a dead letter now" if dead else "", reason)
+        # In memory nobody keeps dead letters: the data source has the group again when the work ends.
+        end = "it is a dead letter now" if self.queue.pool else "it goes back to the data source"
+        self._say_failed(task, reason, f", {end}" if dead else "")
         self.lost += dead
+
+    def _say_failed(self, task: str, reason: str, end: str) -> None:
+        """The first ones at once, then how many there are by now at growing intervals."""
+        count = self.counters.groups_failed
+        due = self._telling.due("failures")
+        if count <= FAILURES_SAID:
+            log.warning("task %s failed%s: %s", task, end, reason)
+        else:
+            level = logging.WARNING if due else logging.INFO
+            log.log(level, "%d attempts have failed by now, the last one: task %s%s: %s", count, task, end, reason)
 
     def stop_if_all_fail(self) -> None:
         """Where group after group fails for good, the fault is not theirs, and the data set is not spent on it."""

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from scene import SLOW, once
 from strawq import Pool
 from strawq.cli import main
 from strawq_workers.rollout import launch
+from strawq_workers.rollout.settings import options_of
+from strawq_workers.worker.hooks import hook_args, with_least_hook_args
 
 MODES = pytest.mark.parametrize("mode", ["sync", "partial", "fully-async"])
 
@@ -287,6 +290,37 @@ def test_workers_that_are_to_be_started_elsewhere_are_asked_for_at_once(engine, 
     told = capsys.readouterr().err
     assert f"no worker is there yet: start one or more with `strawq work {tmp_path}/pool --engine {engine.url} " in told
     assert "--max-new-tokens 9" in told
+
+
+def test_the_command_that_starts_a_worker_elsewhere_is_short_and_right_in_any_directory(
+    engine, prompts, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    flags = [
+        "--rollout-data-transport", "straw", "--save", "save", "--save-interval", 2, "--prompt-data",
+        f"{prompts.name}@[0:9]", "--rollout-batch-size", 2, "--num-rollout", 1,
+        "--custom-rm-path", "rollout_hooks.one", "--rollout-worker-wait-seconds", 0,
+    ]  # fmt: skip
+    flags = [str(word) for word in flags]
+    assert main(["rollout", "--mode", "fully-async", "--engine", engine.url, *flags]) == 4
+    command = shlex.split(re.search(r"start one or more with `(.*?)`, or let", capsys.readouterr().err)[1])
+    assert command[:3] == ["strawq", "work", f"{tmp_path}/save/rollout_data"]
+    known = json.loads(command[command.index("--hook-args") + 1])
+    assert known["save"] == f"{tmp_path}/save" and known["prompt_data"] == f"{prompts}@[0:9]"
+    assert "rollout_seed" not in known and "custom_rm_path" not in known and len(" ".join(command)) < 900
+    # A worker's functions find the flags that are not named as well.
+    args, _ = launch.read_flags(flags, "fully-async", engines=True)
+    args.rollout_engines = [engine.url]
+    options = options_of(args)
+    assert vars(hook_args(with_least_hook_args(options))) == vars(hook_args(options))
+    assert hook_args(options).rollout_seed == 42 and hook_args(options).eval_interval is None
+
+
+def test_prompts_are_asked_for_where_nothing_makes_them(capsys):
+    few = ["rollout", "--embedded-engine", "--rollout-batch-size", "2", "--num-rollout", "1"]
+    assert main(few) == 2
+    assert "--prompt-data is required" in capsys.readouterr().err
+    assert main([*few, "--rollout-max-response-len", "4", "--rollout-tokenize-path", "rollout_hooks.two_ids"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import rollout_hooks as hooks
 from scene import SLOW, indices, tokens_of, until
 
-from strawq.errors import StrawqError
+from strawq.errors import BadInput, StrawqError
 from strawq_workers.rollout import (
     RolloutFailed,
     close_rollouts,
@@ -275,3 +275,22 @@ def test_work_is_counted_once_over_workers_that_are_ended_and_begun_anew(source_
     assert sums["rollout/accepted_groups"] == 8 and sums["rollout/dynamic_filter/dropped_groups"] == 4
     answers = sums["rollout/generated_tokens"] - sums["rollout/regenerated_tokens"]
     assert sums["rollout/generated_tokens"] == engine.generated() and answers == 12 * 2 * 16
+
+
+def test_a_hook_that_always_raises_is_told_a_few_times_and_makes_no_dead_letters(source_of, engine, caplog):
+    source = source_of("object-store")
+    args = source.args(custom_rm_path=f"{HOOKS}.no_judge", rollout_batch_size=8, sglang_server_concurrency=64)
+    with caplog.at_level("INFO"):
+        source_is_worked_on = True
+        while source_is_worked_on:  # each call tells one of them, until there were too many
+            with pytest.raises(BadInput, match="no judge at all"):
+                generate_rollout_fully_async(args, 0, source.data)
+            source_is_worked_on = running(source) is not None
+    close_rollouts(source.data)
+    lines = [record for record in caplog.records if "no judge at all" in record.message]
+    counted = [record.message for record in lines if "attempts have failed by now" in record.message]
+    assert len(lines) > 20 and f"{len(lines)} attempts have failed by now, the last one: task " in counted[-1]
+    # On a busy machine it lasts longer than the 10 s after which it is told again.
+    assert sum(record.levelname == "WARNING" for record in lines) < 3 + 4
+    assert any(", it goes back to the data source: reward hook raised" in record.message for record in lines)
+    assert "dead letter" not in caplog.text
