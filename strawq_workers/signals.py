@@ -25,6 +25,9 @@ SAY_S = 2.0
 IN_ORDER_S = 90.0
 """Local workers and whatever else ends have less than that."""
 AT_ONCE_S = 1.0
+LOOK_S = 0.05
+
+_pipes: set[int] = set()
 
 
 class Handlers:
@@ -40,7 +43,7 @@ class Handlers:
         """The first signal."""
         self._again: Number | None = None
         self._over = False
-        self._told = -1
+        self._told = self._told_before = -1
         self._before: dict[Number, Any] = {}
 
     def install(self, *, over: bool = False) -> None:
@@ -55,6 +58,12 @@ class Handlers:
             signal.signal(number, self._on_signal)
             if _owner(before) is not self:
                 self._before[number] = before
+        if self._told < 0:
+            heard, self._told = os.pipe()
+            os.set_blocking(self._told, False)
+            _pipes.add(self._told)
+            self._told_before = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
+            _thread.start_new_thread(self._listen, (heard,))
 
     def remove(self) -> None:
         """The work has ended; put back what was there. After a signal they stay: a second one may still come."""
@@ -64,26 +73,37 @@ class Handlers:
             return
         for number, before in self._before.items():
             signal.signal(number, before)
+        if self._told >= 0:
+            signal.set_wakeup_fd(self._told_before)
+            os.write(self._told, bytes(1))
+            os.close(self._told)
+            _pipes.discard(self._told)
+            self._told = -1
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.came is not None:
-            os.write(self._told, bytes([number]))  # once more: it may have come before there was somebody to tell
-            return
-        self.came = Number(number)
-        # From here on without the main thread, which may stand where no handler runs.
-        heard, self._told = os.pipe()
-        os.set_blocking(self._told, False)
-        signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
-        # A thread of `threading` is not safe to start here: the code that was interrupted may hold its lock.
-        _thread.start_new_thread(self._listen, (heard,))
-        _thread.start_new_thread(self._wait, ())
-        self.first(self.came)
+        if self.came is None:
+            self.came = Number(number)
+            # A thread of `threading` is not safe to start here: the code that was interrupted may hold its lock.
+            _thread.start_new_thread(self._wait, ())
+            self.first(self.came)
 
     def _listen(self, heard: int) -> None:
-        while (number := os.read(heard, 1)[0]) not in SIGNALS:
-            pass
-        self._again = Number(number)
-        self._end(self._again, "a second signal")
+        """Hears what comes, also while the main thread stands where no handler runs. It may stand so because another
+        thread, or nobody, was interrupted: then it is sent the signal itself."""
+        main, seen = threading.main_thread().ident or 0, False
+        while number := os.read(heard, 1)[0]:
+            if number not in SIGNALS or _owner(signal.getsignal(number)) is not self:
+                continue
+            if seen:
+                self._again = Number(number)
+                self._end(self._again, "a second signal")
+            seen = True
+            time.sleep(LOOK_S)
+            while self.came is None:
+                signal.pthread_kill(main, number)
+                os.read(heard, 1)
+                time.sleep(LOOK_S)
+        os.close(heard)
 
     def _wait(self) -> None:
         assert self.came is not None
@@ -120,6 +140,16 @@ def _ignore() -> None:
 
 def _owner(handler: Any) -> Any:
     return getattr(handler, "__self__", None)
+
+
+def _forget() -> None:
+    """In a fork: what it hears is not for its parent."""
+    told = signal.set_wakeup_fd(-1)
+    if told not in _pipes:
+        signal.set_wakeup_fd(told)
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 @contextlib.contextmanager

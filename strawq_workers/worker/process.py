@@ -29,8 +29,10 @@ from strawq_workers.worker.source import PoolSource
 
 log = logging.getLogger("strawq.worker")
 
-ENDING_S = 30.0
+HOOKS_S = 15.0
 """Of the last reports, when generate functions have had `abort_timeout_s`, and so long again to be cancelled."""
+ENDING_S = 30.0
+"""The same, and of what follows."""
 
 
 def run_worker(pool: str | os.PathLike[str], options: WorkerOptions) -> WorkerSummary:
@@ -100,13 +102,19 @@ async def _apart(call: Callable[[], None]) -> None:
 async def run_until(
     worker: Worker, stop: asyncio.Event, started: Callable[[Worker], None] | None = None
 ) -> WorkerSummary:
-    """Run the worker until its work ends or `stop` is set. Answers and raises as `Worker.run`."""
+    """Run the worker until its work ends or `stop` is set. Answers and raises as `Worker.run`. Groups that cannot be
+    given back in time, for a tokenize hook that stands still say, are left to the end of the session."""
     if started is not None:
         started(worker)
 
     async def pass_on() -> None:
         await stop.wait()
         worker.place.stop("signal")
+        await asyncio.sleep(HOOKS_S + 2 * worker.place.options.abort_timeout_s)
+        for task, run in list(worker.runs.items()):
+            log.warning("task %s is not given back: what it waits for stands still", run.task)
+            run.lose("the worker has to end")
+            task.cancel()
 
     passing = asyncio.ensure_future(pass_on())
     try:

@@ -10,11 +10,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import rollout_hooks as hooks
 from scene import ListSource
 
 from strawq import Pool, Prompt
 from strawq_workers.daemon_threads import DaemonThreads
 from strawq_workers.rollout.station import Station
+from strawq_workers.worker import WorkerOptions, work
 
 WAIT_S = 60.0
 started: list["Command"] = []
@@ -136,6 +138,31 @@ def test_a_second_signal_ends_a_worker_whose_loop_stands_still(engine, tmp_path)
     command.tell(signal.SIGINT)
     ended, answer = command.ended()
     assert (ended, answer["error"]["kind"]) == (130, "interrupted")
+
+
+def test_a_worker_leaves_its_session_though_a_tokenize_hook_stands_still(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr("strawq_workers.worker.process.HOOKS_S", 0.1)
+    hooks.reached.clear()
+    hooks.release.clear()
+    with Pool.init(tmp_path / "pool") as pool:
+        pool.queue().submit([Prompt(group_id="g", text="prompt")])
+    options = WorkerOptions(engines=(engine.url,), tokenize="rollout_hooks.blocks", abort_timeout_s=0.1)
+
+    async def stopped():
+        asyncio.get_running_loop().set_default_executor(DaemonThreads())
+        stop = asyncio.Event()
+        working = asyncio.ensure_future(work(tmp_path / "pool", options, stop=stop))
+        assert await asyncio.to_thread(hooks.reached.wait, WAIT_S)
+        stop.set()
+        return await asyncio.wait_for(working, WAIT_S)
+
+    try:
+        assert asyncio.run(stopped()).reason == "signal"
+        with Pool.open(tmp_path / "pool") as opened:
+            counts = opened.queue().counts()
+            assert counts.fresh_pending == 1 and counts.failed == 0 and len(opened.queue().dead_letters()) == 0
+    finally:
+        hooks.release.set()
 
 
 def test_daemon_threads_make_every_call_and_are_not_waited_for():
