@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from strawq.errors import OutcomeUnknown
+from strawq.errors import BadInput, OutcomeUnknown
+from strawq.model import policy_number
 from strawq.pool import Pool
 
 T = TypeVar("T")
@@ -26,3 +27,16 @@ def sure(pool: Pool, call: Callable[[str], T]) -> T:
         except OutcomeUnknown:
             pool.clock.sleep(seconds)
     return call(request)
+
+
+def publish_if_newer(pool: Pool, version: str, branch: str) -> None:
+    """Publish a version with a number on that branch, unless one as high is published, also by somebody who is faster.
+    Another word than a number says nothing here."""
+    number = policy_number(version)
+    if number <= pool.highest_version():
+        return
+    try:
+        sure(pool, lambda request: pool.publish_version(version, branch=branch, request_id=request))
+    except BadInput:
+        if number > pool.highest_version():
+            raise

@@ -1,7 +1,7 @@
 """A worker's options as the `strawq work` command that has them.
 
 The rule: the command is made from the verb's own options, so one that is added or renamed there is right here. What
-has its default is left out; how many workers there are each worker finds out.
+has its default is left out; how many workers there are each worker finds out. A key is never shown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from strawq.cli.work_verbs import work
 if TYPE_CHECKING:
     from strawq_workers.worker.options import WorkerOptions
 
-_ELSEWHERE = {"pool", "processes", "ray", "ray_address", "workers", "worker_index"}
+_ELSEWHERE = {"pool", "processes", "ray", "ray_address", "workers", "worker_index", "api_key"}
 _HOOKS = ("generate", "sample_hooks", "reward", "dynamic_filter", "tokenize", "detokenize")
 
 

@@ -39,10 +39,6 @@ class BranchImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answered: list[Answered]
 
 
-class _MetaOfImage(msgspec.Struct, frozen=True):
-    meta: BranchMeta
-
-
 class StateImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meta: Meta
     active: str
@@ -58,7 +54,6 @@ class StateImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _encoder = msgspec.msgpack.Encoder()
 _state_decoder = msgspec.msgpack.Decoder(StateImage)
 _branch_decoder = msgspec.msgpack.Decoder(BranchImage)
-_meta_decoder = msgspec.msgpack.Decoder(_MetaOfImage)
 
 
 def freeze_branch(branch: Branch) -> bytes:

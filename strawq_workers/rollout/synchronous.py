@@ -15,8 +15,8 @@ import msgspec
 
 from strawq.errors import BadInput, BranchMoved, EngineUnavailable, TryAgain
 from strawq.handles import Leases
-from strawq.model import policy_number
 from strawq_workers.admission.refill import RolloutPlan
+from strawq_workers.asking import publish_if_newer
 from strawq_workers.rollout.failures import remedy
 from strawq_workers.rollout.intake import STOPPED, PlanIntake
 from strawq_workers.rollout.measures import WorkRates, group_metrics, rollout_metrics
@@ -89,7 +89,8 @@ def from_pool(args: Any, rollout_id: int, station: Station, straw: StrawSource) 
 
         async def work(stop: asyncio.Event) -> dict[str, float]:
             fleet = await station.fleet(options, stop)
-            await asyncio.to_thread(publish_served, straw, await served_version(fleet))
+            # A trainer that updates engines may not know of the pool.
+            await asyncio.to_thread(publish_if_newer, straw.pool, await served_version(fleet), straw.branch)
             source = await asyncio.to_thread(FilledSource, straw, options.io_concurrency)
             plan = RolloutPlan(max(1, count - ready), max_surplus=surplus(args))
             try:
@@ -186,12 +187,6 @@ async def served_version(fleet: Fleet) -> str:
             except EngineUnavailable as failed:
                 engine.doubt(failed)  # it was alive a moment ago: requests wait for it, and nobody fails for this
     return ""
-
-
-def publish_served(straw: StrawSource, served: str) -> None:
-    """Tell the pool what the engines serve, where nobody has: a trainer that updates engines may not know of it."""
-    if policy_number(served) > straw.pool.highest_version():
-        straw.pool.publish_version(served, branch=straw.branch)
 
 
 def mark_begun(sample: Any, rollout_id: int) -> None:

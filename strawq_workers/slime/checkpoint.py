@@ -258,7 +258,7 @@ def _without_pair(pool: Pool, queue_name: str, asked: int | None, skipped: list[
         # So that a model from scratch can have the queue again as it was before the first rollout.
         sure(pool, lambda request: pool.checkpoint(START, {"rollout_id": began}, request_id=request))
     mode: Literal["new", "same queue"] = "same queue" if standing.used else "new"
-    return Restored(mode, began, pool.branch(), "", tuple(skipped))
+    return Restored(mode, began, standing.branch, "", tuple(skipped))
 
 
 def _began_after(history: History) -> int:
@@ -297,9 +297,10 @@ def _restore(
     pool: Pool, queue_name: str, commit: Commit, history: History, found: list[Candidate], skipped: tuple[str, ...]
 ) -> Restored:
     now = read_standing(pool, queue_name)
+    require_line(pool, history.branch, now.branch)
     if _is_tip(commit, history, found) and _has_seen_all(commit, now):
         logger.info("going on after rollout %d with the queue as it is, on branch %s", commit.rollout_id, pool.branch())
-        return Restored("same queue", commit.rollout_id, pool.branch(), commit.checkpoint, skipped)
+        return Restored("same queue", commit.rollout_id, now.branch, commit.checkpoint, skipped)
     bindings = {"model": model_binding(commit)}
     branch = sure(pool, lambda request: pool.rollback(commit.checkpoint, bindings, request_id=request))
     logger.warning(

@@ -50,7 +50,8 @@ def require_line(pool: Pool, mine: str, active: str) -> None:
     if active != mine:
         raise BranchMoved(
             f"{pool.path} was rolled back from branch {mine} to {active}, and the model of this trainer is of {mine}: "
-            f"nothing more of it is recorded; start the job again with --load, which goes on from where {active} does"
+            f"nothing more of it is recorded; start the job again with --load, which goes on from where {active} does "
+            f"(if the pool is paused then, `strawq resume {pool.path}`)"
         )
 
 

@@ -22,7 +22,7 @@ from strawq.model import UNVERSIONED, policy_number
 from strawq.pool import Pool
 from strawq.queue import Change, Work
 from strawq.samples import Group, Prompt
-from strawq_workers.asking import sure
+from strawq_workers.asking import publish_if_newer, sure
 from strawq_workers.slime.batches import RolloutBatches
 from strawq_workers.slime.codec import prompt_of, samples_of
 from strawq_workers.slime.handed import (
@@ -245,7 +245,7 @@ class Sampling:
 
             def hand_in() -> list[str]:
                 counted = self._report(missing, "drop", NOT_KEPT)
-                self._handed_in.update(counted)
+                self._handed_in.update(standing, counted)
                 return [*standing, *counted]
 
             ended += self._batches.take_exactly(rollout_id, hand_in)
@@ -295,9 +295,7 @@ class Sampling:
         """Tell the pool of the newest policy that made a delivered token, if nobody has."""
         versions = (str(version) for group in groups for sample in flat(group) for version in _versions(sample))
         newest = max((policy_number(version) for version in versions), default=UNVERSIONED)
-        if newest > self._pool.highest_version():
-            branch = self._batches.branch
-            sure(self._pool, lambda request: self._pool.publish_version(newest, branch=branch, request_id=request))
+        publish_if_newer(self._pool, str(newest), self._batches.branch)
 
     # -- the end of a rollout -------------------------------------------------------------------------------------
 

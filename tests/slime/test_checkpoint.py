@@ -354,6 +354,28 @@ def test_a_trainer_under_which_the_pool_is_rolled_back_records_nothing_more(
     assert len(job.train(1)) == 2
 
 
+def test_a_batch_of_a_branch_that_comes_up_while_it_is_asked_for_goes_back(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.start(-1)
+    job.train(0, save=True)
+    job.work(4)
+    with Pool.open(job.root / "save" / "rollout_data", background=False) as operator:
+        operator.checkpoint("filled")
+        commit, due = job.pool.commit, [lambda: operator.rollback("filled")]
+
+        def late(command: Any, *more: Any, **options: Any) -> Any:
+            if type(command).__name__ == "TakeBatch" and due:
+                due.pop()()
+            return commit(command, *more, **options)
+
+        monkeypatch.setattr(job.pool, "commit", late)
+        with pytest.raises(BranchMoved, match="from branch main to branch-2"):
+            job.source.collect(1, 2, timeout=0)
+        counts = operator.queue().counts()
+        assert not due and (operator.branch(), counts.ready, counts.in_batch) == ("branch-2", 4, 0)
+
+
 def test_the_newest_complete_pair_is_found_and_the_others_are_named(job: Job) -> None:
     job.start(-1)
     for rollout_id in range(3):
