@@ -163,6 +163,7 @@ def test_an_interrupted_rollout_gives_everything_back_before_it_ends(source_of, 
         except BaseException as error:  # noqa: BLE001 (KeyboardInterrupt is what is expected)
             failures.append(error)
 
+    station_of(source.data)  # what it waits for when it is made is not the rollout
     interrupt_waiting(monkeypatch)
     thread = threading.Thread(target=run)
     thread.start()
