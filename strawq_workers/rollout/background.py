@@ -1,7 +1,8 @@
 """An event loop in a thread of its own, on which the engines' connections and background work live between calls.
 
 The rule: a caller that is interrupted (Ctrl-C, an exception raised by a signal handler) first tells the work to stop
-and waits until it has given back what it holds; then the interruption goes on. A second one does not wait.
+and waits until it has given back what it holds; then the interruption goes on. A second one does not wait. Nothing
+waits for a hook that stands still in its thread.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from strawq.errors import BadInput
+from strawq_workers.daemon_threads import DaemonThreads
 
 T = TypeVar("T")
 CLOSE_S = 10.0
@@ -23,6 +25,7 @@ class LoopThread:
 
     def __init__(self, name: str = "strawq-rollout") -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(DaemonThreads())
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from strawq.errors import BadInput, StrawqError, TryAgain
 from strawq_workers.admission.refill import Account
-from strawq_workers.daemon_threads import DaemonThreads
 from strawq_workers.rollout.background import LoopThread
 from strawq_workers.rollout.measures import WorkRates
 from strawq_workers.rollout.returns import Returns
@@ -55,7 +54,6 @@ class Station:
         self.data_source = data_source
         self.returns = Returns(data_source)
         self.loop = LoopThread()
-        self.loop.call(_wait_for_no_hooks)
         self.running: Running | None = None
         self.account: Account | None = None
         """Of the newest synchronous rollout."""
@@ -97,10 +95,6 @@ class Station:
         self.loop.call(lambda _: self._close_fleet())
         self.loop.call(_end_what_is_left)
         self.loop.close()
-
-
-async def _wait_for_no_hooks(_stop: asyncio.Event) -> None:
-    asyncio.get_running_loop().set_default_executor(DaemonThreads())
 
 
 async def _end_what_is_left(_stop: asyncio.Event) -> None:
