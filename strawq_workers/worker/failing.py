@@ -1,7 +1,8 @@
 """How an attempt ends that cannot go on.
 
 The rule: what is good of it is kept first. An engine that does not answer burns no attempt; another attempt at what
-was refused for good would be refused again, and is not made; storage that is unwell stops the worker.
+was refused for good would be refused again, and is not made; storage that is unwell stops the worker, but a group that
+cannot be read while the pool can fails alone.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from strawq.errors import (
     Misaligned,
     OperatorNeeded,
     OutcomeUnknown,
+    StorageFailed,
     StrawqError,
 )
 from strawq.queue import Work
 from strawq.samples import Group, Prompt
-from strawq_workers.worker.place import EngineGarbled, EngineRefused, PrefixRefused
+from strawq_workers.worker.place import EngineGarbled, EngineRefused, Place, PrefixRefused
 from strawq_workers.worker.reporting import words
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ log = logging.getLogger("strawq.worker")
 async def give_up(run: GroupRun, error: StrawqError) -> None:
     """The attempt has failed with `error`: keep what is good of it, then say so."""
     place = run.place
-    if isinstance(error, (OperatorNeeded, OutcomeUnknown)) and not isinstance(error, (Damaged, Gone)):
+    if isinstance(error, (OperatorNeeded, OutcomeUnknown)) and not await _of_this_group_alone(place, error):
         place.stop("storage", error)
         return
     if run.work is None:
@@ -49,6 +51,18 @@ async def give_up(run: GroupRun, error: StrawqError) -> None:
     except StrawqError as second:
         log.error("task %s: its report is refused as well: %s", run.task, words(second))
         place.stop("storage", second)
+
+
+async def _of_this_group_alone(place: Place, error: StrawqError) -> bool:
+    """Whether its bytes are damaged or gone, or cannot be read while the pool can. A report that storage has refused
+    for too long is no such thing."""
+    if not isinstance(error, StorageFailed) or place.patience.given_up:
+        return isinstance(error, (Damaged, Gone))
+    try:
+        await place.patience.call(place.queue.look)
+    except StrawqError:
+        return False
+    return True
 
 
 async def _save_before_failing(run: GroupRun) -> None:

@@ -147,7 +147,8 @@ class GroupRun:
     async def _attempt(self) -> StrawqError | None:
         """Generate, score, hand in. Returns what went wrong."""
         try:
-            self.work = await self.place.patience.call(lambda: self.place.queue.open(self.lease))
+            queue = self.place.queue
+            self.work = await self.place.patience.read(lambda: queue.open(self.lease), queue.look)
             await self._prepare(self.work.group)
             await self._generate_all()
             if self.lost:

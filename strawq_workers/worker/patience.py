@@ -2,7 +2,8 @@
 
 The rule: a disk that is full for a moment, or a mount that comes back, costs no work. Groups and leases stay in hand,
 nothing new is leased, and what was refused is tried again at growing pauses, for `limit_s`, or a few seconds once the
-worker has been told to stop. Then the error goes on, and so does every later one, at once.
+worker has been told to stop. Then the error goes on, and so does every later one, at once. What alone cannot be read,
+while the pool can, is not waited for: that is one group's trouble and not storage's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ T = TypeVar("T")
 PAUSE_S = 0.1
 PAUSE_MAX_S = 5.0
 ENDING_S = 10.0
+READ_TRIES = 4
 
 
 class Patience:
@@ -38,7 +40,8 @@ class Patience:
         self._limit_s = limit_s
         self._counters = counters
         self._trying = 0
-        self._given_up = False
+        self.given_up = False
+        """Storage has refused for too long."""
         self._ending_at = math.inf
         self._again = asyncio.Event()
         self._telling = Telling()
@@ -64,7 +67,7 @@ class Patience:
                         self._trying += 1
                         self.well.clear()
                     end = min(began + self._limit_s, max(began, self._ending_at) + ending_s)
-                    if self._given_up or now >= end:
+                    if self.given_up or now >= end:
                         self._give_up(now - began, ending_s)
                         raise
                     self._counters.retries += 1
@@ -83,6 +86,21 @@ class Patience:
                 if not self._trying:
                     self.well.set()
 
+    async def read(self, make: Callable[[], Awaitable[T]], look: Callable[[], Awaitable[object]]) -> T:
+        """What `make()` reads, called again a few times, and for as long as `look()` at the pool is refused too. Raises
+        the refusal that is left: of this alone, or of storage (`given_up`)."""
+        pause = PAUSE_S
+        for _ in range(READ_TRIES - 1):
+            try:
+                return await make()
+            except StorageFailed as error:
+                self._counters.retries += 1
+                log.info("read again: %s", error)
+            await asyncio.sleep(pause * (0.5 + random.random() / 2))
+            pause *= 2
+            await self.call(look)
+        return await make()
+
     def _tell(self, error: StrawqError) -> None:
         level = logging.WARNING if self._telling.due("refused") else logging.INFO
         why = " ".join(str(error).split())
@@ -95,8 +113,8 @@ class Patience:
         self._wake()  # what else is being tried again may as well be tried now
 
     def _give_up(self, seconds: float, ending_s: float) -> None:
-        if not self._given_up and (ending_s or seconds >= self._limit_s):
-            self._given_up = True
+        if not self.given_up and (ending_s or seconds >= self._limit_s):
+            self.given_up = True
             log.error("storage has refused for %.1f s: what is saved stays, and is resumed once leases expire", seconds)
 
     def _wake(self) -> None:

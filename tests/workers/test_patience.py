@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from strawq.errors import Damaged, Fenced, OutcomeUnknown, StorageFailed
-from strawq_workers.worker import patience
+from strawq.handles import Lease
+from strawq.model import MAX_ATTEMPTS
+from strawq.queue import Work
+from strawq_workers.worker import group, patience
 from strawq_workers.worker.metrics import Counters
 from strawq_workers.worker.patience import Patience
 from strawq_workers.worker.source import PoolSource
@@ -104,11 +107,11 @@ def test_a_stop_ends_the_wait_for_new_work_at_once_and_for_what_is_in_hand_soon(
 
 
 class FullDisk:
-    """Refuses every report and lease of the workers of this process while `full`."""
+    """Refuses every report and lease of the workers of this process while `full`; a mount that is `gone`, all calls."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *gone: str) -> None:
         self.full = self.fills_after_a_lease = False
-        self.refused = {"report": 0, "acquire": 0}
+        self.refused = dict.fromkeys(("report", "acquire", *gone), 0)
         for name in self.refused:
             monkeypatch.setattr(PoolSource, name, self._refusing(name, getattr(PoolSource, name)))
 
@@ -165,5 +168,72 @@ def test_a_disk_that_stays_full_ends_the_worker_with_the_storage_error(
                 await asyncio.wait_for(task, 30)
             counts = stage.queue.counts()
             assert disk.refused["report"] > 2 and counts.fresh_pending == 4, counts
+
+    asyncio.run(run())
+
+
+def test_a_mount_that_is_gone_for_a_while_costs_no_attempt_of_a_group_that_was_to_be_read(
+    stage_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(monkeypatch, "open", "look")
+
+    async def run() -> None:
+        async with stage_of() as stage:
+            stage.submit(12)
+            disk.fills_after_a_lease = True
+            task = stage.start(max_groups=4)
+            await stage.until("refused looks", lambda: disk.refused["look"] > 40, task)
+            assert disk.refused["open"] == 4 and disk.refused["acquire"] == 0, "new work was asked for"
+            disk.full = False
+            summary = await asyncio.wait_for(task, 30)
+            assert summary.counters.groups_accepted == 12 and summary.counters.groups_failed == 0
+
+    asyncio.run(run())
+
+
+UNREADABLE = StorageFailed("cannot read objects/1/x: Input/output error; look at the mount")
+
+
+def test_one_group_that_cannot_be_read_fails_alone_and_ends_no_worker(
+    stage_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = PoolSource.open
+
+    async def read(source: PoolSource, lease: Lease) -> Work:
+        if lease.task == "1-0":
+            raise UNREADABLE
+        return await real(source, lease)
+
+    monkeypatch.setattr(PoolSource, "open", read)
+
+    async def run() -> None:
+        async with stage_of() as stage:
+            stage.submit(12)
+            summary = await stage.run(max_groups=1, storage_timeout_s=1000.0)
+            assert summary.reason == "sealed" and summary.counters.groups_accepted == 11
+            [dead] = stage.queue.dead_letters()
+            assert dead.id == "1-0" and "Input/output error" in dead.reason
+            assert dead.failures == summary.counters.groups_failed == MAX_ATTEMPTS
+
+    asyncio.run(run())
+
+
+def test_a_tensor_that_cannot_be_read_when_it_is_touched_costs_its_group_an_attempt(
+    stage_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, broken = group.take_segment, [UNREADABLE]
+
+    def touch(*args: Any) -> Any:
+        if broken:
+            raise broken.pop()
+        return real(*args)
+
+    monkeypatch.setattr(group, "take_segment", touch)
+
+    async def run() -> None:
+        async with stage_of() as stage:
+            stage.submit(4)
+            summary = await stage.run(max_groups=2)
+            assert summary.counters.groups_accepted == 4 and summary.counters.groups_failed == 1
 
     asyncio.run(run())
