@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from strawq.garbage import collect_garbage
+from strawq.garbage import SEEN_WAIT_SECONDS, STAGING_LOOK_SECONDS, collect_garbage
 from strawq.limits import TRIM_ENTRIES
 from strawq.model import QueueConfig
 from strawq.pool import DEFAULT_QUEUE, Pool
@@ -35,7 +35,7 @@ from strawq.storage.mounts import mount_of
 from strawq.trimming import trim_log
 from strawq.verification import verify
 from strawq.version import VERSION
-from tools.soaking.gauges import Look, Tenth, Written, look, newest_entry, summed
+from tools.soaking.gauges import Busiest, Look, Tenth, Written, look, newest_entry, summed
 from tools.soaking.roles import CHECKPOINTS_KEPT, LEASE_SECONDS, Life, Read, Timed, start
 
 TENTHS = 10
@@ -61,8 +61,9 @@ class Settings(msgspec.Struct, frozen=True):
 
 class Soaked(msgspec.Struct, frozen=True):
     """What a soak measured and found; `ok` if it found nothing. `growth` is the largest value of the last tenth by that
-    of the first. `written_max` are the most log entries that were written between two trims. `end` is the pool when all
-    work was done and collected."""
+    of the first. `written_max` are the most log entries that were written between two trims, `busiest` those that were
+    written in as long as an interval and a turn of upkeep may take. `end` is the pool when all work was done and
+    collected."""
 
     ok: bool
     groups: int
@@ -72,6 +73,7 @@ class Soaked(msgspec.Struct, frozen=True):
     log_entries: int
     trims: int
     written_max: int
+    busiest: int
     epochs: int
     tenths: tuple[Tenth, ...]
     growth: dict[str, float]
@@ -96,6 +98,12 @@ class Company:
     died: list[str] = field(default_factory=list)
     steady: int = 0
     written: Written = field(default_factory=Written)
+    busiest: Busiest = field(init=False)
+
+    def __post_init__(self) -> None:
+        # The longest interval, what a turn may wait, and a look at both ends.
+        settings, turn = self.settings, SEEN_WAIT_SECONDS + STAGING_LOOK_SECONDS
+        self.busiest = Busiest(1.25 * settings.gc_seconds + turn + 2 * settings.look_seconds)
 
     def start(self, role: str) -> int:
         settings = self.settings
@@ -190,6 +198,7 @@ def _run(company: Company, say: bool) -> list[Tenth]:
             head = newest_entry(company.root)  # first: a trim must not be younger than the look that misses it
             looks.append(look(company.root, company.steady if company.steady in company.running else 0))
             company.written.see(looks[-1].floor_files, head)
+            company.busiest.see(now, head)
             look_at = now + settings.look_seconds
             done = trained.count()
             while len(tenths) < TENTHS - 1 and looks and done >= settings.groups * (len(tenths) + 1) // TENTHS:
@@ -286,6 +295,7 @@ def _audit(company: Company, tenths: Sequence[Tenth], begun: float) -> Soaked:
         log_entries=head,
         trims=trims,
         written_max=company.written.most,
+        busiest=company.busiest.most,
         epochs=epochs,
         tenths=tuple(tenths),
         growth=_growth(tenths),
@@ -337,7 +347,8 @@ def _table(soaked: Soaked) -> str:
         lines.append(f"{name:20}{cells}{soaked.growth.get(name, 0):12}")
     lines.append(
         f"{soaked.groups} groups in {soaked.seconds} s, {soaked.kills} kills, {soaked.log_entries} log entries, "
-        f"{soaked.trims} trims ({soaked.written_max} entries between two at most), {soaked.epochs} epochs"
+        f"{soaked.trims} trims ({soaked.written_max} entries between two at most, {soaked.busiest} in one "
+        f"interval and turn), {soaked.epochs} epochs"
     )
     return "\n".join([*lines, *soaked.findings])
 

@@ -4,6 +4,7 @@ commits took. Each tenth of the work gets the largest value that was seen in it.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -43,6 +44,23 @@ class Written:
         if floors > self._floors:
             self._floors, self._since = floors, self._head
         self._head = head
+
+
+class Busiest:
+    """Counts the log entries that were written within `seconds`, at most: `most`, from looks."""
+
+    def __init__(self, seconds: float) -> None:
+        self.most = 0
+        self._seconds = seconds
+        self._looks: deque[tuple[float, int]] = deque()
+
+    def see(self, now: float, head: int) -> None:
+        """At `now` (seconds) the newest entry is `head`."""
+        self._looks.append((now, head))
+        # The first one is kept that is as old: so no fewer are counted than there were.
+        while len(self._looks) > 1 and self._looks[1][0] <= now - self._seconds:
+            self._looks.popleft()
+        self.most = max(self.most, head - self._looks[0][1])
 
 
 class Tenth(msgspec.Struct, frozen=True):
