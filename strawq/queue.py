@@ -17,7 +17,7 @@ from strawq.core import events as e
 from strawq.core.commands import Outcome, ReportItem
 from strawq.core.machine import Machine
 from strawq.core.state import State
-from strawq.errors import BadInput, StrawqError
+from strawq.errors import BadInput, Fenced, Gone, StrawqError
 from strawq.handles import Batch, Held, Lease, Leases, Reported, Submitted, Taken
 from strawq.inspection import TaskCounts, count_tasks
 from strawq.model import ObjectRef, Slice, Stage, Task
@@ -274,8 +274,21 @@ class Queue:
         )
 
     def read_batch(self, batch: Batch) -> Iterator[Group]:
-        """The groups of a batch, in its order."""
-        return (self.pool.payloads.load(held) for held in batch.groups)
+        """The groups of a batch, in its order; read as `read_group`."""
+        return (self.read_group(batch, held) for held in batch.groups)
+
+    def read_group(self, batch: Batch, held: Held) -> Group:
+        """One group of a batch. `Fenced` if it is gone because the batch has been delivered again or has ended, for a
+        consumer that stood still; `Gone` or `Damaged` if it is gone from a batch that is as it was."""
+        try:
+            return self.pool.payloads.load(held)
+        except Gone as error:
+            now = self.pool.log.refresh(lambda machine: _delivery(machine.state, self.name, batch))
+            if now != (batch.session, batch.delivery):
+                raise Fenced(
+                    f"batch {batch.id} has been delivered again, or has ended; drop this one ({error})"
+                ) from error
+            raise
 
     def finish_batch(
         self, batch: Batch, *, dropped: Sequence[tuple[str, str]] = (), request_id: str | None = None
@@ -360,6 +373,14 @@ class Queue:
 
     def _request(self, given: str | None) -> str:
         return self.pool.request(given)
+
+
+def _delivery(state: State, queue: str, batch: Batch) -> tuple[str, int] | None:
+    """Who has the batch, and which delivery that is; None if it is not open on its branch."""
+    if state.active.row != batch.branch:
+        return None
+    row = state.branch.queues[queue].batches.get(batch.number)
+    return (row.session, row.attempt) if row is not None else None
 
 
 def _held(state: State, task: Task) -> Held:

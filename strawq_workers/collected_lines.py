@@ -27,7 +27,7 @@ from strawq.handles import Batch, Held
 from strawq.pool import Pool
 from strawq.samples import Group
 from strawq.standard_output import write_stdout
-from strawq_workers.collector import Collector, Shard
+from strawq_workers.collector import Collector
 from strawq_workers.durable import sync_directory
 
 log = logging.getLogger("strawq.collect")
@@ -193,7 +193,7 @@ def _unfinished(name: str, tasks: Iterable[str], machine: Any) -> Batch | None:
 def _is_line_of(pool: Pool, batch: Batch, held: Held, line: bytes) -> bool:
     """Whether the group makes this line: another pool has tasks of the same names."""
     try:
-        (group,) = Shard(pool, batch, [held])
+        group = pool.payloads.load(held)
     except (Damaged, Gone):
         return False
     return msgspec.json.encode(group_record(group, batch)) == line

@@ -47,8 +47,9 @@ class Shard:
 
     def __iter__(self) -> Iterator[Group]:
         """The groups, each read and verified as it is reached; tensors are read when they are touched. `Damaged` or
-        `Gone` name the object that is not what it should be."""
-        return (self._pool.payloads.load(held) for held in self._held)
+        `Gone` name the object that is not what it should be; `Fenced`: the batch went to somebody else meanwhile."""
+        queue = self._pool.queue(self.batch.queue)
+        return (queue.read_group(self.batch, held) for held in self._held)
 
     def groups(self) -> list[Group]:
         return list(self)

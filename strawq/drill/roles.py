@@ -175,14 +175,10 @@ def train(stage: Stage) -> None:
                 return
             stage.nap(0.05)
             continue
-        lines = []
-        for held, group in zip(batch.groups, stage.queue.read_batch(batch), strict=True):
-            for fault in faults(group, held.task.id, held.task.attempt):
-                stage.fault(fault)
-            index = prompt_index(group.prompt)
-            lines.append(
-                Line("read", held.task.id, held.task.attempt, chunk_count(group), index, batch.id, batch.delivery)
-            )
+        try:
+            lines = _read(stage, batch)
+        except Fenced:
+            continue
         stage.ledger.write(*lines)
         fate = stage.chance.random()
         try:
@@ -193,6 +189,16 @@ def train(stage: Stage) -> None:
         except Fenced:
             continue
         stage.ledger.write(Line("finished", batch=batch.id, delivery=batch.delivery))
+
+
+def _read(stage: Stage, batch: Batch) -> list[Line]:
+    lines = []
+    for held, group in zip(batch.groups, stage.queue.read_batch(batch), strict=True):
+        for fault in faults(group, held.task.id, held.task.attempt):
+            stage.fault(fault)
+        index = prompt_index(group.prompt)
+        lines.append(Line("read", held.task.id, held.task.attempt, chunk_count(group), index, batch.id, batch.delivery))
+    return lines
 
 
 def clean(stage: Stage) -> None:

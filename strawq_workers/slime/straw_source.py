@@ -233,7 +233,9 @@ class StrawDataSource:
         batch = self._batches.collect(rollout_id, count, timeout=timeout, fewer=fewer)
         if batch is None:
             return []
-        found = list(self._threads.map(lambda held: samples_of(self.pool.payloads.load(held)), batch.batch.groups))
+        queue = self.pool.queue(self.queue_name)
+        groups = self._threads.map(lambda held: samples_of(queue.read_group(batch.batch, held)), batch.batch.groups)
+        found = list(groups)
         for group in found:
             for sample in flat(group):
                 setattr(sample, BATCH, rollout_id)

@@ -12,7 +12,7 @@ import pytest
 
 from strawq import Pool, Prompt, QueueConfig, Sample, VersionSpan
 from strawq.core.commands import Expire
-from strawq.errors import BadInput, Damaged, Fenced, OutcomeUnknown, StorageFailed, TryAgain
+from strawq.errors import BadInput, Damaged, Fenced, Gone, OutcomeUnknown, StorageFailed, TryAgain
 from strawq.export import group_values
 from strawq.samples import Group
 from strawq_workers.collected_lines import collect_to_jsonl
@@ -42,6 +42,33 @@ def fill(pool, versions, start=0):
 
 def names(batch):
     return [group.prompt.group_id for group in batch]
+
+
+def test_what_is_gone_from_a_batch_that_went_to_another_is_fenced(pool, monkeypatch):
+    """A trainer that stood still for longer than its lease reads on; the groups were trained, and collected."""
+    fill(pool, ["1"] * 2)
+    mine = Collector(pool).next_batch(2, timeout=0)
+
+    def gone(_held, *_more):
+        raise Gone("object abc is not there: it has ended, and garbage collection has taken it")
+
+    with Pool.open(pool.path) as other:
+        for each in (pool, other):
+            monkeypatch.setattr(each.payloads, "load", gone)
+        with pytest.raises(Gone):
+            next(iter(mine))
+        other.expire_session(pool.keeper.current)
+        with pytest.raises(Fenced, match=r"delivered again, or has ended.*object abc"):
+            next(iter(mine))
+        again = Collector(other).next_batch(2, timeout=0)
+        assert again.id == mine.id and again.delivery == 2
+        with pytest.raises(Fenced):
+            next(pool.queue().read_batch(mine.batch))
+        with pytest.raises(Gone):
+            next(iter(again))
+        Collector(other).finish(again)
+        with pytest.raises(Fenced):
+            mine.groups()
 
 
 def test_a_batch_whose_reply_was_lost_is_this_trainers_and_no_second_one_is_taken(pool, monkeypatch):
