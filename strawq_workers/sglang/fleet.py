@@ -2,10 +2,9 @@
 return.
 
 The rule: a passing failure is retried, here or elsewhere, until `retry_s` is over, and a permanent one never. Requests
-beyond `concurrency` per engine wait in this process. What makes no sense is asked of another engine, and counts
-against the one that answered so (`trials`). Controls (abort, pause, weights) go to *every* engine directly,
-because a router does not pass them on; one that cannot be reached is named in an error, and one that is dead
-is paused on its return, before it gets work.
+beyond `concurrency` per engine wait in this process. What makes no sense is asked of another engine, and counts against
+the one that answered so (`trials`). Controls (abort, pause, weights) go to *every* engine directly, because a router
+does not pass them on; one that is not reached is named in an error, a dead one is paused on its return, before work.
 
 A router is used for plain requests only. It drops fields that it does not know without an error, so requests for R3
 rows go round it unless a trial at the start came back with rows.
@@ -35,8 +34,7 @@ log = logging.getLogger("strawq.engines")
 
 
 class Fleet:
-    """Engines behind one face. Make it with `await Fleet.open(urls, ...)`, end it with `await close()` or `async
-    with`."""
+    """Engines behind one face. Make it with `await Fleet.open(urls, ...)`, end it with `close()` or `async with`."""
 
     def __init__(self, options: EngineOptions, shape: ModelShape | None) -> None:
         self.options = options
@@ -196,9 +194,11 @@ class Fleet:
         await engine.probe()
         if engine.state in ("up", "held", "aside"):
             try:
-                if was in ("new", "down") and self.paused is not None:
+                if was in ("new", "down") and (mode := self.paused) is not None:
                     engine.state, engine.paused = "held", None  # no work before the pause; the next probe finds out
-                    await engine.pause(self.paused)
+                    await engine.pause(mode)
+                    if self.paused is None:  # resumed meanwhile, past this one
+                        await engine.resume()
                 engine.load = await engine.loads()
             except StrawqError as failed:
                 engine.load = None

@@ -42,7 +42,8 @@ def _work_off(pool: Pool, life: int) -> set[str]:
 def test_a_worker_that_is_killed_at_a_point_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    monkeypatch.setattr("strawq.garbage.STAGING_LOOK_SECONDS", 0.01)
+    for module in ("garbage", "verification"):
+        monkeypatch.setattr(f"strawq.{module}.STAGING_LOOK_SECONDS", 0.01)
     root = tmp_path / "pool"
     (tmp_path / "ledgers").mkdir()
     with Pool.init(root) as pool:

@@ -36,7 +36,7 @@ def answers_of_full_length(monkeypatch):
 
     def worker_options(args, engines):
         return msgspec.structs.replace(
-            usual(args, engines), ignore_eos=True, engine_timeout_s=5.0, abort_timeout_s=10.0
+            usual(args, engines), ignore_eos=True, engine_timeout_s=3.0, abort_timeout_s=10.0
         )
 
     monkeypatch.setattr(arguments, "worker_options", worker_options)

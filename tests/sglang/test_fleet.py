@@ -13,6 +13,7 @@ from aiohttp import web
 
 from strawq.errors import BadInput, EngineUnavailable
 from strawq_workers.sglang import Fleet, GenerateRequest, ModelShape, Sampling
+from strawq_workers.sglang.client import PauseMode
 from tests.sglang.conftest import quick, until
 from tests.sglang.stub import Stub, drop, status
 
@@ -76,7 +77,7 @@ async def test_an_engine_that_dies_is_left_out_and_taken_back(make_stub: MakeStu
         a.ready_status = 200
         await a.start()
         await until(lambda: by_url[a.url].state == "held")  # and is paused on its return, before it gets work
-        assert "/pause_generation" in a.calls
+        await until(lambda: "/pause_generation" in a.calls)
         await fleet.resume()
         await until(lambda: by_url[a.url].state == "up")
         made = await asyncio.gather(*(fleet.generate(REQUEST) for _ in range(6)))
@@ -200,3 +201,28 @@ def np_base64(values: int) -> str:
     import base64
 
     return base64.b64encode(np.zeros(values, dtype="<i4").tobytes()).decode()
+
+
+async def test_a_resume_while_a_returning_engine_is_being_paused_leaves_it_running(make_stub: MakeStub) -> None:
+    a, b = await make_stub(), await make_stub()
+    async with await Fleet.open([a.url, b.url], quick(dead_after=2)) as fleet:
+        (engine,) = [engine for engine in fleet.engines if engine.url == a.url]
+        await until(lambda: engine.state == "up")
+        await a.stop()
+        await until(lambda: engine.state == "down")
+        await fleet.pause("abort")
+        pause, asked, go_on = engine.pause, asyncio.Event(), asyncio.Event()
+
+        async def slow(mode: PauseMode = "abort") -> None:
+            asked.set()
+            await go_on.wait()
+            await pause(mode)
+
+        engine.pause = slow  # type: ignore[method-assign]
+        a.ready_status = 200
+        await a.start()
+        await asked.wait()
+        await fleet.resume()
+        go_on.set()
+        await until(lambda: engine.state == "up" and engine.paused is None)
+        assert a.calls[-1] != "/pause_generation"

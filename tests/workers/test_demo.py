@@ -25,7 +25,10 @@ def test_the_demo_loses_nothing_and_shows_every_kind_of_trouble(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batches", "groups"), [(1, 1), (2, 2), (1, 8)])
+@pytest.mark.parametrize(
+    ("batches", "groups"),
+    [pytest.param(1, 1, marks=pytest.mark.campaign), (2, 2), pytest.param(1, 8, marks=pytest.mark.campaign)],
+)
 def test_a_small_demo_ends_and_shows_the_same(tmp_path, batches, groups):
     """It waited for a group in mid-generation where none was left, until its two minutes were over."""
     summary = run_demo(tmp_path / "pool", json=True, batches=batches, groups=groups)
