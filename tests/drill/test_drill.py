@@ -38,7 +38,7 @@ def require_clean(code: int, told: dict[str, Any], talk: str) -> None:
 @pytest.mark.slow
 def test_kills_and_stops_on_a_local_disk_lose_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("not yours")
-    code, told, talk = drill(str(tmp_path), "--minutes", "0.08", "--kill-every", "0.25", "--stop-every", "0.8")
+    code, told, talk = drill(str(tmp_path), "--minutes", "0.06", "--kill-every", "0.2", "--stop-every", "0.8")
     require_clean(code, told, talk)
     assert told["kills"] >= 10
     assert told["stops"] >= 1
@@ -51,7 +51,7 @@ def test_kills_and_stops_on_a_local_disk_lose_nothing(tmp_path: Path) -> None:
 def test_kills_and_stops_on_two_juicefs_clients_lose_nothing(juicefs_pair: tuple[Path, Path]) -> None:
     mine, other = juicefs_pair
     code, told, talk = drill(
-        str(mine), "--peer", str(other), "--minutes", "0.08", "--kill-every", "0.4", "--stop-every", "1.5"
+        str(mine), "--peer", str(other), "--minutes", "0.06", "--kill-every", "0.3", "--stop-every", "1.2"
     )
     require_clean(code, told, talk)
     assert told["kills"] >= 5

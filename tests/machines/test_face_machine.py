@@ -462,7 +462,7 @@ class FaceMachine(RuleBasedStateMachine):
 class TestFace(FaceMachine.TestCase):  # type: ignore[name-defined,misc]
     """Which examples are drawn depends on what other tests have imported: so many go everywhere in any company."""
 
-    settings = settings(max_examples=2 * settings().max_examples)
+    settings = settings(max_examples=3 * settings().max_examples // 2)
 
 
 def test_the_machine_has_been_everywhere() -> None:
