@@ -60,6 +60,7 @@ def test_without_a_peer_there_is_no_ratio() -> None:
     )
 
 
+@pytest.mark.campaign
 def test_it_runs_without_the_peer_and_gives_every_figure(tmp_path: Path) -> None:
     command = [sys.executable, "tools/bench.py", "--quick", "--peer", "none", "--json", "--root", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

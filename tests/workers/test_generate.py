@@ -306,7 +306,8 @@ async def test_a_copy_of_the_sample_and_a_list_of_one_are_taken(stage_of):
         ("raises", "ZeroDivisionError: no turn today"),
         ("exits", "SystemExit"),
         ("leaks_a_cancellation", "cancelled from within"),
-        ("always_aborted", "nobody has told it to stop"),
+        # It is begun anew with growing pauses before it is given up: eight seconds.
+        pytest.param("always_aborted", "nobody has told it to stop", marks=pytest.mark.campaign),
     ],
 )
 async def test_a_function_that_goes_wrong_fails_the_attempt_with_its_reason_and_the_worker_lives(stage_of, name, words):
