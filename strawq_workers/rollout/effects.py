@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from strawq.errors import BadInput
 from strawq_workers.slime.arguments import DEFAULTS, uses_straw
-from strawq_workers.slime.flags import all_flags
+from strawq_workers.slime.flags import all_flags, option_of
 
 
 class Run(NamedTuple):
@@ -162,7 +162,7 @@ def without_effect(run: Run) -> Sequence[str]:
         if not names or row.when(run):
             continue
         said.update(names)
-        text = f"{', '.join('--' + name.replace('_', '-') for name in names)}: {row.why}"
+        text = f"{', '.join(map(option_of, names))}: {row.why}"
         if row.refused:
             raise BadInput(text)
         found.append(text)

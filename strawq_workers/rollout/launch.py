@@ -33,6 +33,7 @@ from strawq_workers.slime.arguments import (
     uses_straw,
     validate_rollout_arguments,
 )
+from strawq_workers.slime.flags import option_of
 from strawq_workers.slime.places import anywhere, require_places
 from strawq_workers.worker.hooks import Hooks, load_hook, look_in_working_directory, with_least_hook_args
 from strawq_workers.worker.options import WorkerOptions
@@ -156,7 +157,7 @@ def _check_options(args: Any, urls: Sequence[str]) -> None:
         if name.endswith("_path"):
             given = getattr(args, name)
             for path in given if isinstance(given, list) else filter(None, [given]):
-                load_hook(path, "--" + name.replace("_", "-"))
+                load_hook(path, option_of(name))
     asked = argparse.Namespace(**vars(args))
     asked.rollout_engines = list(urls) or ([NOT_YET] if not args.sglang_router_ip else None)
     if args.rollout_function_path.startswith("strawq_workers."):

@@ -18,7 +18,7 @@ from typing import Any
 
 from strawq.errors import BadInput
 from strawq_workers.slime.exactness import json_exact
-from strawq_workers.slime.flags import GROUPS, IMAGES, NOT_TAKEN, REWARD, Flag, all_flags
+from strawq_workers.slime.flags import GROUPS, IMAGES, NOT_TAKEN, REWARD, Flag, all_flags, option_of
 from strawq_workers.worker.option_names import named_as
 from strawq_workers.worker.options import WorkerOptions
 
@@ -52,7 +52,7 @@ _RENAMED = {
     "lease_seconds": "rollout_queue_lease_seconds", "io_concurrency": "rollout_io_concurrency",
 }  # fmt: skip
 TYPED = {
-    field: "--" + _RENAMED.get(field, field).replace("_", "-")
+    field: option_of(_RENAMED.get(field, field))
     for field in WorkerOptions.__struct_fields__
     if _RENAMED.get(field, field) in DEFAULTS
 }
@@ -143,7 +143,7 @@ def _goes_on(args: Any) -> bool:
 def _check_numbers(args: Any) -> None:
     for name in (*_AT_LEAST_ONE, *_POSITIVE, *_NOT_NEGATIVE):
         value = value_of(args, name)
-        option = "--" + name.replace("_", "-")
+        option = option_of(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -258,7 +258,7 @@ def _check_in_place(args: Any) -> None:
         if getattr(args, name, None):
             raise BadInput(
                 f"--flush-cache-interval other than 1 keeps requests in the engines over weight updates, which "
-                f"--{name.replace('_', '-')} does not allow: leave one of them out"
+                f"{option_of(name)} does not allow: leave one of them out"
             )
 
 

@@ -28,7 +28,12 @@ class Flag(NamedTuple):
 
     @property
     def option(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return option_of(self.name)
+
+
+def option_of(name: str) -> str:
+    """What is typed for an attribute of `args`: `--rollout-seed` for `rollout_seed`."""
+    return "--" + name.replace("_", "-")
 
 
 def _group(title: str, *flags: Flag) -> tuple[str, tuple[Flag, ...]]:

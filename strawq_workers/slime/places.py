@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from strawq.errors import BadInput
+from strawq_workers.slime.flags import option_of
 
 
 def require_places(args: Any, *, pool: bool) -> None:
@@ -20,20 +21,16 @@ def require_places(args: Any, *, pool: bool) -> None:
     left to those who open them."""
     for name in ("save", "rollout_data_dir") if pool else ("save",):
         if given := getattr(args, name, None):
-            require_writable(_option(name), given)
+            require_writable(option_of(name), given)
     archives = str(getattr(args, "save_debug_rollout_data", None) or "")
     if archives and "://" not in archives:
         # What stands before the number: the rest may be new for each rollout.
         directory = os.path.dirname(archives.partition("{")[0])
-        require_writable(_option("save_debug_rollout_data"), directory or ".")
+        require_writable(option_of("save_debug_rollout_data"), directory or ".")
     if load := getattr(args, "load", None):
-        require_readable(_option("load"), load, directory=True)
+        require_readable(option_of("load"), load, directory=True)
     if pool and (declaration := getattr(args, "rollout_storage_declaration", None)):
-        require_readable(_option("rollout_storage_declaration"), declaration, directory=False)
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        require_readable(option_of("rollout_storage_declaration"), declaration, directory=False)
 
 
 def expanded(given: str | os.PathLike[str]) -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 from strawq.errors import BadInput
 from strawq.making import check_mount, make_pool
 from strawq.pool import Pool
+from strawq_workers.slime.flags import option_of
 
 logger = logging.getLogger("strawq.slime")
 
@@ -44,7 +45,7 @@ def _positive(args: Any, name: str, default: float) -> float:
     value = getattr(args, name, None)
     found = default if value is None else float(value)
     if not found > 0:
-        raise BadInput(f"--{name.replace('_', '-')} must be positive")
+        raise BadInput(f"{option_of(name)} must be positive")
     return found
 
 

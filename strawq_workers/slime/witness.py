@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from strawq.errors import BadInput
+from strawq_workers.slime.flags import option_of
 
 NAME = "strawq_source"
 """Attribute of `args`: the name of its data source in this process."""
@@ -69,7 +70,7 @@ def _theirs(args: Any, option: str) -> Any:
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(f"--{option.replace('_', '-')} {path!r} cannot be loaded: {error}") from error
+        raise BadInput(f"{option_of(option)} {path!r} cannot be loaded: {error}") from error
 
 
 def dynamic_filter(args: Any, samples: Any, **options: Any) -> Any:
