@@ -14,6 +14,7 @@ leases: all of them are counted in the state.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -352,7 +353,17 @@ def explain(state: State) -> dict[str, tuple[str, ...]]:
     return {digest: tuple(sorted(why)) for digest, why in sorted(reasons.items())}
 
 
-def way_on(state: State, digest: str) -> str:
+def tasks_by_object(state: State) -> dict[str, dict[str, list[str]]]:
+    """The groups of the active branch that need each object, by queue."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in state.branch.queues:
+        for task in state.branch.queues[name].tasks.values():
+            for digest in dict.fromkeys(part.object for part in task.parts):
+                found.setdefault(digest, {}).setdefault(name, []).append(task.id)
+    return found
+
+
+def way_on(state: State, digest: str, tasks_by_queue: Mapping[str, Sequence[str]]) -> str:
     """How to go on without an object that cannot be read: the groups of the active branch that need it, by queue, and
     what else keeps it."""
     ends = []
@@ -365,14 +376,14 @@ def way_on(state: State, digest: str) -> str:
         *(f"`strawq branch POOL --delete {row.id}`" for row in state.branches.values() if digest in row.objects),
         *(f"`strawq archive rm POOL {row.name}`" for row in state.archives.values() if digest in row.objects),
     ]
-    fresh = False
-    for name in state.branch.queues:
-        queue = state.branch.queues[name]
-        fresh |= any(submission.object == digest for submission in queue.submissions.values())
-        tasks = [task.id for task in queue.tasks.values() if digest in {part.object for part in task.parts}]
-        if tasks:
-            more = f" and {len(tasks) - TASKS_NAMED} more" if len(tasks) > TASKS_NAMED else ""
-            ends.append(f"`strawq drop POOL -q {name} --reason damaged {' '.join(tasks[:TASKS_NAMED])}{more}`")
+    for name, tasks in tasks_by_queue.items():
+        more = f" and {len(tasks) - TASKS_NAMED} more" if len(tasks) > TASKS_NAMED else ""
+        ends.append(f"`strawq drop POOL -q {name} --reason damaged {' '.join(tasks[:TASKS_NAMED])}{more}`")
+    fresh = any(
+        submission.object == digest
+        for name in state.branch.queues
+        for submission in state.branch.queues[name].submissions.values()
+    )
     return (
         "restore the file from a copy"
         + (f", or end the groups that need it: {', '.join(ends)}" if ends else "")

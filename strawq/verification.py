@@ -19,7 +19,7 @@ from strawq.core.invariants import findings as unsound
 from strawq.core.machine import Machine
 from strawq.core.state import State
 from strawq.errors import Damaged, Gone, StorageFailed, StrawqError
-from strawq.garbage import STAGING_LOOK_SECONDS, explain, way_on
+from strawq.garbage import STAGING_LOOK_SECONDS, explain, tasks_by_object, way_on
 from strawq.model import StoredObject
 from strawq.storage import layout
 from strawq.storage.entry import Entry
@@ -232,6 +232,7 @@ def _folds_to(pool: Pool, base: Machine, snapshot: Snapshot) -> bool:
 
 def _check_objects(pool: Pool, state: State, full: bool, found: list[Finding], progress: Progress) -> int:
     reasons = explain(state)
+    needed: dict[str, dict[str, list[str]]] = {}
     hashed = 0
     rows = list(state.objects.values())
     merged: dict[str, list[StoredObject]] = {}
@@ -239,7 +240,9 @@ def _check_objects(pool: Pool, state: State, full: bool, found: list[Finding], p
         if at % 50 == 0:
             progress("objects", at, len(rows))
         for path, problem in _object_problems(pool, row, full):
-            found.append(Finding(path, problem, reasons.get(row.ref.digest, ()), way_on(state, row.ref.digest)))
+            needed = needed or tasks_by_object(state)
+            remedy = way_on(state, row.ref.digest, needed.get(row.ref.digest, {}))
+            found.append(Finding(path, problem, reasons.get(row.ref.digest, ()), remedy))
         if full:
             hashed += row.ref.bytes + row.ref.pack_bytes
         if row.ref.file:
