@@ -18,6 +18,7 @@ from strawq.core.names import (
     cut_text,
     require_branch,
     require_name,
+    require_named_branch,
     require_objects,
     require_queue,
     require_request,
@@ -100,8 +101,7 @@ def _expire(state: State, command: c.Expire) -> Answer:
 
 
 def _submit(state: State, command: c.Submit) -> Answer:
-    if command.branch:
-        require_branch(state, command.branch)
+    require_named_branch(state, command.branch)
     queue = require_queue(state, command.queue)
     if queue.row.sealed:
         raise BadInput(
@@ -280,8 +280,7 @@ def _return_batch(state: State, command: c.ReturnBatch) -> Answer:
 
 def _retry_failed(state: State, command: c.RetryFailed) -> Answer:
     queue = require_queue(state, command.queue)
-    if command.branch:
-        require_branch(state, command.branch)
+    require_named_branch(state, command.branch)
     keys = [key for key in dict.fromkeys(command.tasks) if key in queue.tasks and queue.tasks[key].failed]
     if not keys:
         return e.Refusal("done", "none of these tasks is a dead letter")
@@ -299,8 +298,7 @@ def _nobodys(queue: Queue, key: str) -> bool:
 
 def _drop_tasks(state: State, command: c.DropTasks) -> Answer:
     queue = require_queue(state, command.queue)
-    if command.branch:
-        require_branch(state, command.branch)
+    require_named_branch(state, command.branch)
     keys = tuple(key for key in dict.fromkeys(command.tasks) if key in queue.tasks and _nobodys(queue, key))
     if not keys:
         return e.Refusal(
@@ -311,8 +309,7 @@ def _drop_tasks(state: State, command: c.DropTasks) -> Answer:
 
 
 def _publish_version(state: State, command: c.PublishVersion) -> Answer:
-    if command.branch:
-        require_branch(state, command.branch)
+    require_named_branch(state, command.branch)
     _require_version(state, command.version)
     if command.version == state.branch.meta.policy_version:
         return e.Refusal("done", f"policy version {command.version} is published already")
@@ -332,8 +329,7 @@ def _require_version(state: State, version: str) -> None:
 
 
 def _pause(state: State, command: c.PauseAdmission) -> Answer:
-    if command.branch:
-        require_branch(state, command.branch)
+    require_named_branch(state, command.branch)
     if state.branch.meta.pause is not None:
         return e.Refusal("done", "admission is paused already")
     return e.Paused(reason=cut_text(command.reason), session=command.session)
@@ -348,8 +344,7 @@ def _acknowledge(state: State, command: c.AcknowledgePause) -> Answer:
 
 
 def _resume(state: State, command: c.Resume) -> Answer:
-    if command.branch:
-        require_branch(state, command.branch)
+    require_named_branch(state, command.branch)
     if command.version:
         _require_version(state, command.version)
     if state.branch.meta.pause is None and command.version in ("", state.branch.meta.policy_version):

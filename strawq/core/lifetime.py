@@ -8,7 +8,14 @@ from typing import Any
 from strawq.core import commands as c
 from strawq.core import events as e
 from strawq.core.apply_lifetime import moves
-from strawq.core.names import quoted, require_branch, require_digests, require_name, require_queue, require_session
+from strawq.core.names import (
+    quoted,
+    require_digests,
+    require_name,
+    require_named_branch,
+    require_queue,
+    require_session,
+)
 from strawq.core.state import State, pin_key
 from strawq.errors import BadInput, Gone
 from strawq.limits import METADATA_BYTES
@@ -18,8 +25,7 @@ Answer = e.AnyEvent | e.Refusal
 
 def _checkpoint(state: State, command: c.TakeCheckpoint) -> Answer:
     require_name(command.name, "checkpoint")
-    if command.branch:
-        require_branch(state, command.branch)
+    require_named_branch(state, command.branch)
     if command.name in state.checkpoints or command.name in state.branches:
         raise BadInput(f"the name {command.name!r} is taken by a checkpoint or branch; choose another or drop it first")
     if len(command.metadata.encode()) > METADATA_BYTES:
@@ -104,8 +110,7 @@ def _unpin(state: State, command: c.Unpin) -> Answer:
 def _keep_archive(state: State, command: c.KeepArchive) -> Answer:
     require_name(command.name, "archive")
     queue = require_queue(state, command.queue)
-    if command.branch:
-        require_branch(state, command.branch)
+    require_named_branch(state, command.branch)
     if command.name in state.archives:
         raise BadInput(f"there is an archive {command.name!r} already; choose another name or delete it first")
     if len(command.metadata.encode()) > METADATA_BYTES:

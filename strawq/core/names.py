@@ -51,6 +51,12 @@ def require_branch(state: State, branch: str) -> None:
         )
 
 
+def require_named_branch(state: State, branch: str) -> None:
+    """The same for a command that is meant for whichever branch is active unless it names one."""
+    if branch:
+        require_branch(state, branch)
+
+
 def require_session(state: State, session: str) -> None:
     if session not in state.sessions:
         raise Fenced(
