@@ -41,6 +41,14 @@ def states(fleet: Fleet) -> list[str]:
     return [engine.state for engine in fleet.engines]
 
 
+async def set_aside_and_stopped(fleet: Fleet, bad: Stub) -> None:
+    """The first of two engines garbles until it is set aside, and goes away then."""
+    while states(fleet) != ["aside", "up"]:
+        await fleet.generate(REQUEST)
+    await bad.stop()
+    await until(lambda: states(fleet) == ["down", "up"])
+
+
 async def test_an_engine_that_garbles_is_set_aside_whatever_others_answer(make_stub: MakeStub) -> None:
     bad, b, c = await make_stub(), await make_stub(), await make_stub()
     bad.script = Always([garbage])
@@ -108,10 +116,7 @@ async def test_an_engine_that_comes_back_is_tried_at_once(make_stub: MakeStub) -
     bad, b = await make_stub(), await make_stub()
     bad.script = Always([garbage])
     async with await opened(bad, b, trial_s=1000.0) as fleet:
-        while states(fleet) != ["aside", "up"]:
-            await fleet.generate(REQUEST)
-        await bad.stop()
-        await until(lambda: states(fleet) == ["down", "up"])
+        await set_aside_and_stopped(fleet, bad)
         bad.script = deque()
         await bad.start()
         await until(lambda: states(fleet) == ["up", "up"])
@@ -123,10 +128,7 @@ async def test_an_engine_that_was_aside_and_returns_into_a_pause_is_paused_and_g
     bad, b = await make_stub(), await make_stub()
     bad.script = Always([garbage])
     async with await opened(bad, b, trial_s=1000.0) as fleet:
-        while states(fleet) != ["aside", "up"]:
-            await fleet.generate(REQUEST)
-        await bad.stop()
-        await until(lambda: states(fleet) == ["down", "up"])
+        await set_aside_and_stopped(fleet, bad)
         await fleet.pause("abort")
         bad.script = deque()
         bad.calls.clear()
