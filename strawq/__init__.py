@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from strawq.model import QueueConfig as QueueConfig
     from strawq.model import VersionSpan as VersionSpan
     from strawq.pool import Pool as Pool
-    from strawq.queue import Change as Change
     from strawq.queue import Queue as Queue
-    from strawq.queue import Work as Work
     from strawq.samples import Group as Group
     from strawq.samples import Prompt as Prompt
     from strawq.samples import Sample as Sample
+    from strawq.work import Change as Change
+    from strawq.work import Work as Work
 
 _WHERE = {
     "AsyncQueue": "strawq.aio",
-    "Change": "strawq.queue",
+    "Change": "strawq.work",
     "Group": "strawq.samples",
     "Pool": "strawq.pool",
     "Prompt": "strawq.samples",
@@ -37,7 +37,7 @@ _WHERE = {
     "QueueConfig": "strawq.model",
     "Sample": "strawq.samples",
     "VersionSpan": "strawq.model",
-    "Work": "strawq.queue",
+    "Work": "strawq.work",
 }
 
 __all__ = [*sorted(_WHERE), "__version__"]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from strawq.handles import Batch, Lease, Leases, Reported, Submitted, Taken
 from strawq.inspection import TaskCounts
 from strawq.model import Stage
-from strawq.queue import Change, Queue, Work
+from strawq.queue import Queue
+from strawq.work import Change, Work
 
 if TYPE_CHECKING:
     from strawq.samples import Group, Prompt
@@ -59,6 +60,9 @@ class AsyncQueue:
 
     async def complete(self, work: Work, group: Group | None = None, *, request_id: str | None = None) -> Reported:
         return await self.run(self.queue.complete, work, group, request_id=request_id)
+
+    async def reopen(self, work: Work, group: Group, *, request_id: str | None = None) -> Reported:
+        return await self.run(self.queue.reopen, work, group, request_id=request_id)
 
     async def drop(self, work: Work, reason: str, *, request_id: str | None = None) -> Reported:
         return await self.run(self.queue.drop, work, reason, request_id=request_id)

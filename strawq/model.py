@@ -175,7 +175,8 @@ class Pause(Row, frozen=True):
 class QueueConfig(Row, frozen=True):
     """`max_attempts` counts failures that were reported, `max_expirations` leases lost with their process; then the
     task is a dead letter. `max_ready` and `max_leased` hold admission back (0: no bound): `acquire` answers
-    `backpressured` when the ready and leased groups together reach `max_ready`, or the leased ones `max_leased`."""
+    `backpressured` when the ready and leased groups together reach `max_ready`, or the leased ones `max_leased`. Both
+    bound what is started: a complete group may always be leased."""
 
     max_attempts: int = MAX_ATTEMPTS
     max_expirations: int = MAX_EXPIRATIONS

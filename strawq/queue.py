@@ -14,7 +14,7 @@ import msgspec
 
 from strawq.core import commands as c
 from strawq.core import events as e
-from strawq.core.commands import Outcome, ReportItem
+from strawq.core.commands import ReportItem
 from strawq.core.machine import Machine
 from strawq.core.state import State
 from strawq.errors import BadInput, Fenced, Gone, StrawqError
@@ -23,41 +23,13 @@ from strawq.inspection import TaskCounts, count_tasks
 from strawq.model import ObjectRef, Slice, Stage, Task
 from strawq.payloads import require_prompts
 from strawq.storage.files import Buffer
+from strawq.work import Change, Work
 
 if TYPE_CHECKING:
     from strawq.pool import Pool
     from strawq.samples import Group, Prompt
 
 LEASES_PER_COMMAND = 1024
-
-
-class Work:
-    """A leased group in this process's hands: the lease, and the group as it is saved. One owner at a time."""
-
-    __slots__ = ("group", "lease", "parts")
-
-    def __init__(self, lease: Lease, group: Group) -> None:
-        self.lease = lease
-        self.group = group
-        self.parts = len(lease.held.task.parts)
-        """How many parts the saved group has, as far as this process knows."""
-
-    @property
-    def task(self) -> str:
-        return self.lease.task
-
-
-class Change(msgspec.Struct, frozen=True):
-    """What to report of one piece of work. `group` is the group as it is now (None: nothing new); what it has beyond
-    the saved one is written. Saved tokens that are not in it any more are an error, unless `rewrite` says that they
-    were thrown away on purpose."""
-
-    work: Any
-    outcome: Outcome
-    group: Any = None
-    reason: str = ""
-    retryable: bool = True
-    rewrite: bool = False
 
 
 class Queue:
@@ -228,6 +200,10 @@ class Queue:
     def complete(self, work: Work, group: Group | None = None, *, request_id: str | None = None) -> Reported:
         """Hand the complete group in. Accepted at most once, whoever else has tried."""
         return self.report([Change(work, "complete", group)], request_id=request_id)
+
+    def reopen(self, work: Work, group: Group, *, request_id: str | None = None) -> Reported:
+        """Give a group that was complete back as one to work on, with what is left of it: no longer accepted."""
+        return self.report([Change(work, "reopen", group, rewrite=True)], request_id=request_id)
 
     def drop(self, work: Work, reason: str, *, request_id: str | None = None) -> Reported:
         """End the group without training on it (a filter refused it, say); counted by reason."""

@@ -27,8 +27,10 @@ from strawq.handles import Batch, Held
 from strawq.pool import Pool
 from strawq.samples import Group
 from strawq.standard_output import write_stdout
+from strawq_workers.admission.staleness import Policy
 from strawq_workers.collector import Collector
 from strawq_workers.durable import sync_directory
+from strawq_workers.stale_groups import STALE_DROPS_MAX
 
 log = logging.getLogger("strawq.collect")
 
@@ -101,17 +103,24 @@ def collect_to_jsonl(
     timeout: float | None = None,
     fewer: bool = False,
     wait: Callable[[float], Any] = time.sleep,
+    max_staleness: int = -1,
+    staleness_policy: Policy = "admit",
+    stale_drops_max: int = STALE_DROPS_MAX,
 ) -> CollectSummary:
     """Write `batches` batches (0: until the queue is sealed and used up) to `out`, one line for each group, `-` for
-    stdout. A batch is finished when its lines are durable; on stdout, when they are written and flushed. One that
-    cannot be written to stdout is given back, and `BrokenPipeError` or `StorageFailed` say why.
+    stdout, taken as a `Collector` with these options takes them. A batch is finished when its lines are durable; on
+    stdout, when they are written and flushed. One that cannot be written to stdout is given back, and `BrokenPipeError`
+    or `StorageFailed` say why.
 
     A file that is there is continued: a batch that an earlier run wrote, and did not live to finish, is not written
     twice. So one that cannot be written to a file stays open, and comes again. If it will not come as it was (a group
     was dropped, it was given back), or another one is written first, its lines are taken from the end of the file, and
     a warning says so. Raises `TryAgain` while another run writes to the file, or another consumer has the batch at its
     end open, and `StorageFailed` if somebody changes or removes it meanwhile."""
-    collector = Collector(pool, queue, consumer)
+    collector = Collector(
+        pool, queue, consumer,
+        max_staleness=max_staleness, staleness_policy=staleness_policy, stale_drops_max=stale_drops_max,
+    )  # fmt: skip
     groups = tokens = done = 0
     branch = ""
     metrics: dict[str, float] = {}

@@ -16,12 +16,13 @@ import msgspec
 
 from strawq.errors import BadInput, TryAgain
 from strawq.handles import Batch, Held, Taken
-from strawq.model import UNVERSIONED, policy_number
 from strawq.pool import Pool
 from strawq.samples import Group
-from strawq_workers.admission.staleness import Candidate, Policy, StalenessBudget, staleness_of
+from strawq_workers.admission.staleness import Policy
+from strawq_workers.age_gate import AgeGate
 from strawq_workers.asking import sure
-from strawq_workers.rates import Rates
+from strawq_workers.rates import Rates, summed
+from strawq_workers.stale_groups import STALE_DROPS_MAX, AgeLimit, staleness_metrics
 
 log = logging.getLogger("strawq.collector")
 
@@ -62,12 +63,22 @@ class Shard:
 
 
 class CollectedBatch(Shard):
-    """A batch in this trainer's hands. `served` is the policy version when it was taken."""
+    """A batch in this trainer's hands. `served` is the policy version when it was taken, `max_staleness` the budget
+    of its groups (-1: none)."""
 
-    def __init__(self, pool: Pool, batch: Batch, served: str, rates: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        batch: Batch,
+        served: str,
+        rates: Mapping[str, float] | None = None,
+        *,
+        max_staleness: int = -1,
+    ) -> None:
         super().__init__(pool, batch, batch.groups)
         self.served = served
         self._rates = dict(rates or {})
+        self._max_staleness = max_staleness
 
     @property
     def id(self) -> str:
@@ -79,26 +90,15 @@ class CollectedBatch(Shard):
         return self.batch.delivery
 
     def metrics(self) -> dict[str, float]:
-        """Staleness under slime's names: served version minus the oldest version of a group's tokens, over the groups
-        for which both are numbers; the others are counted. With it what has happened in the queue since the batch
-        before (see `Rates`), for batches of a `Collector`. Reads nothing."""
-        served = policy_number(self.served)
-        ages = [_age(held.task.version, served) for held in self._held]
-        known = [age for age in ages if age is not None]
-        found: dict[str, float] = {**self._rates, "rollout/staleness/unknown_count": len(ages) - len(known)}
-        if known:
-            found["rollout/staleness/mean"] = sum(known) / len(known)
-            found["rollout/staleness/max"] = max(known)
-        return found
+        """Ages of the groups (see `staleness_metrics`). With them what has happened in the queue since the batch before
+        (see `Rates`), for batches of a `Collector`. Reads nothing."""
+        oldest = (held.task.version for held in self._held)
+        return {**self._rates, **staleness_metrics(oldest, self.served, self._max_staleness)}
 
     def share(self) -> bytes:
         """The batch as bytes, for ranks in other processes: `open_shared` reads its groups there. It names objects, and
         holds no tensors."""
         return msgspec.msgpack.encode((self.batch, self.served))
-
-
-def _age(oldest: int, served: int) -> int | None:
-    return staleness_of(None if oldest == UNVERSIONED else oldest, None if served == UNVERSIONED else served)
 
 
 def open_shared(pool: Pool, shared: bytes) -> CollectedBatch:
@@ -113,8 +113,9 @@ def open_shared(pool: Pool, shared: bytes) -> CollectedBatch:
 class Collector:
     """Takes batches of one queue for one consumer. Not safe from many threads.
 
-    With `max_staleness` (in versions) and the policy `oldest_first`, a batch waits for an older group whenever leaving
-    it behind would make it miss that budget, as far as versions are saved; the other policies are the workers' alone.
+    With `max_staleness` (in versions) and the policy `oldest_first` a batch waits for older groups, and under `drop` a
+    group that got too old while it was ready starts anew, at most `stale_drops_max` times; `admit` is the workers'
+    alone (see `AgeGate`). Groups that are delivered beyond the budget are counted.
     """
 
     def __init__(
@@ -125,11 +126,12 @@ class Collector:
         *,
         max_staleness: int = -1,
         staleness_policy: Policy = "admit",
+        stale_drops_max: int = STALE_DROPS_MAX,
     ) -> None:
         self.pool = pool
         self.queue = queue
         self.consumer = consumer
-        self.max_staleness = max_staleness if staleness_policy == "oldest_first" else -1
+        self._gate = AgeGate(pool, queue, AgeLimit(max_staleness, staleness_policy, stale_drops_max))
         self._rates: Rates | None = None
 
     def next_batch(
@@ -153,7 +155,7 @@ class Collector:
         while True:
             left = None if timeout is None else started + timeout - time.monotonic()
             late = left is not None and left <= 0
-            missing = self._holder() or self.waits_for(count)
+            missing = self._holder() or self._gate.blocked(self.consumer, count)
             if not missing:
                 taken = self._take(count, fewer and late)
                 if taken.batch is not None:
@@ -178,8 +180,10 @@ class Collector:
         )
 
     def _collected(self, batch: Batch) -> CollectedBatch:
-        rates = self._rates.since_last() if self._rates is not None else {}
-        collected = CollectedBatch(self.pool, batch, self.pool.policy_version(), rates)
+        rates = summed(self._rates.since_last() if self._rates is not None else {}, self._gate.added())
+        collected = CollectedBatch(
+            self.pool, batch, self.pool.policy_version(), rates, max_staleness=self._gate.limit.max_staleness
+        )
         if batch.delivery > 1:
             log.info("batch %s is delivered again (%d)", batch.id, batch.delivery)
         return collected
@@ -203,33 +207,6 @@ class Collector:
 
         found: str | None = self.pool.log.refresh(view)
         return found
-
-    def waits_for(self, count: int) -> str:
-        """Which unfinished groups the next batch may not leave behind, in words; empty if none."""
-        if self.max_staleness < 0:
-            return ""
-
-        def view(machine: Any) -> tuple[list[Candidate], list[Candidate], str]:
-            branch = machine.state.branch
-            queue = branch.queues[self.queue]
-            ready: list[Candidate] = []
-            unfinished: list[Candidate] = []
-            if any(batch.consumer == self.consumer for batch in queue.batches.values()):
-                return ready, unfinished, ""  # one that is delivered again is not chosen anew
-            for task in queue.tasks.values():
-                version = None if task.version == UNVERSIONED else task.version
-                if not (task.batch or task.failed):
-                    done = task.stage == "ready" and task.pending
-                    (ready if done else unfinished).append(Candidate(task.id, task.id, version, task.order))
-            return ready, unfinished, branch.meta.policy_version
-
-        ready, unfinished, served = self.pool.log.refresh(view)
-        budget = StalenessBudget(self.max_staleness, "oldest_first", batch_groups=count)
-        number = policy_number(served)
-        waiting = budget.select(ready, unfinished, served_version=None if number == UNVERSIONED else number).waiting_for
-        if not waiting:
-            return ""
-        return f"older groups come first ({', '.join(waiting[:4])}): without them max_staleness would be exceeded"
 
     def _who_works(self) -> str:
         """Whether waiting makes sense, in words."""

@@ -31,6 +31,11 @@ SUMS = {
 _HOUR_S = 3600.0
 
 
+def summed(metrics: Mapping[str, float], added: Mapping[str, float]) -> dict[str, float]:
+    """The metrics, with what was counted elsewhere under the same names."""
+    return {**metrics, **{name: metrics.get(name, 0) + value for name, value in added.items()}}
+
+
 class _Look(msgspec.Struct, frozen=True):
     accepted: int
     reasons: dict[str, int]

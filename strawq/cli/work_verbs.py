@@ -14,6 +14,20 @@ from strawq.cli.output import Answer, plural, say
 
 if TYPE_CHECKING:
     from strawq_workers.collected_lines import CollectSummary
+    from strawq_workers.collector import Collector
+
+MaxStaleness = Annotated[
+    int,
+    typer.Option("--max-staleness", min=-1, help="Policy versions that a group's oldest token may lag (-1: any)."),
+]
+StalenessPolicy = Annotated[
+    Literal["admit", "oldest_first", "drop"],
+    typer.Option("--staleness-policy", help="How that is kept; the trainer's is to be the workers'."),
+]
+StaleDropsMax = Annotated[
+    int,
+    typer.Option("--stale-drops-max", min=1, help="So often a prompt is dropped as stale, then it is delivered late."),
+]
 
 
 @verb("work")
@@ -96,16 +110,10 @@ def work(
     ] = "refuse",
     save_tokens: Annotated[int, typer.Option("--save-tokens", help="Save after so many tokens (0: off).")] = 0,
     save_seconds: Annotated[float, typer.Option("--save-seconds", help="Save after so long (0: off).")] = 60.0,
-    max_staleness: Annotated[
-        int, typer.Option("--max-staleness", help="Policy versions that a group's oldest token may lag (-1: any).")
-    ] = -1,
-    staleness_policy: Annotated[
-        Literal["admit", "oldest_first", "drop"], typer.Option("--staleness-policy", help="How that is kept.")
-    ] = "admit",
+    max_staleness: MaxStaleness = -1,
+    staleness_policy: StalenessPolicy = "admit",
     batch_groups: Annotated[int, typer.Option("--batch-groups", help="Groups of a training batch, for that.")] = 0,
-    stale_drops_max: Annotated[
-        int, typer.Option("--stale-drops-max", help="So often a prompt is dropped as stale, then it is delivered late.")
-    ] = 3,
+    stale_drops_max: StaleDropsMax = 3,
     version_wait_s: Annotated[
         float, typer.Option("--version-wait-s", help="Wait so long for engines to report a new version.")
     ] = 60.0,
@@ -271,6 +279,9 @@ def collect(
     fewer: Annotated[
         bool, typer.Option("--fewer", help="After the timeout, take what is ready if it is less than a batch.")
     ] = False,
+    max_staleness: MaxStaleness = -1,
+    staleness_policy: StalenessPolicy = "admit",
+    stale_drops_max: StaleDropsMax = 3,
     as_json: bool = False,
 ) -> Answer:
     """Take batches of complete groups, as JSON lines.
@@ -280,23 +291,31 @@ def collect(
     as `records`. Exit code 4 if there are not enough groups before the timeout.
     """
     from strawq.errors import BadInput
+    from strawq_workers.collector import Collector
 
     if not finish and out:
         raise BadInput("--keep only shows groups; leave --out away, or use --finish")
+    if not finish and staleness_policy == "drop":
+        raise BadInput("--keep only shows groups; leave --staleness-policy drop away, or use --finish")
     with contextlib.ExitStack() as stack:
         open_pool = stack.enter_context(opened(pool, role=consumer))
         name = pick_queue(open_pool, queue).name
         limits: dict[str, Any] = {"count": count, "batches": batches, "timeout": timeout, "fewer": fewer}
+        age: dict[str, Any] = {
+            "max_staleness": max_staleness,
+            "staleness_policy": staleness_policy,
+            "stale_drops_max": stale_drops_max,
+        }
         if out or (finish and not as_json):
             from strawq_workers.collected_lines import collect_to_jsonl
 
             with _named(out):
-                summary = collect_to_jsonl(open_pool, out or "-", queue=name, consumer=consumer, **limits)
+                summary = collect_to_jsonl(open_pool, out or "-", queue=name, consumer=consumer, **limits, **age)
             text = _collected(summary)
             if not out:
                 say(text)
             return Answer(summary, text if out else "")
-        return _shown(open_pool, name, consumer, finish, limits, stack)
+        return _shown(Collector(open_pool, name, consumer, **age), finish, limits, stack)
 
 
 @contextlib.contextmanager
@@ -321,14 +340,12 @@ def _collected(summary: CollectSummary) -> str:
     return text + ("; the queue is used up" if summary.sealed else "")
 
 
-def _shown(pool: Any, queue: str, consumer: str, finish: bool, limits: dict[str, Any], stack: Any) -> Answer:
+def _shown(collector: Collector, finish: bool, limits: dict[str, Any], stack: Any) -> Answer:
     """Groups as part of the answer: their batches are finished, or given back, once it is written."""
     import msgspec
 
     from strawq_workers.collected_lines import CollectSummary, group_record
-    from strawq_workers.collector import Collector
 
-    collector = Collector(pool, queue, consumer)
     taken: list[Any] = []
     records: list[dict[str, Any]] = []
     wanted, sealed = limits.pop("batches"), False

@@ -167,6 +167,11 @@ def _reported(state: State, event: e.Reported, seq: int, where: Where) -> None:
             queue.tasks.put(task.id, task)
         elif item.outcome == "yield":
             queue.tasks.put(task.id, replace(task, session=""))
+        elif item.outcome == "reopen":
+            accepted -= task.stage == "ready"
+            queue.tasks.put(
+                task.id, replace(task, session="", stage="partial" if task.stage == "ready" else task.stage)
+            )
         elif item.outcome == "complete":
             queue.tasks.put(task.id, replace(task, session="", stage="ready", reason=""))
             accepted += 1

@@ -32,8 +32,6 @@ from strawq.model import UNVERSIONED, Stage, policy_number
 
 Answer = e.AnyEvent | e.Refusal
 
-STAGES_IN_ORDER: tuple[Stage, ...] = ("ready", "partial", "fresh")
-
 
 def decide(state: State, command: c.AnyCommand) -> Answer:
     """The event that `command` causes in `state`, the first answer if it has been answered before, or a refusal."""
@@ -148,23 +146,18 @@ def _acquire(state: State, command: c.Acquire) -> Answer:
         raise BadInput(f"count must be at least 1, not {command.count}")
     if state.branch.meta.pause is not None:
         return e.Refusal("paused", state.branch.meta.pause.reason)
-    room = _room(queue)
-    if room is not None and room < 1:
+    keys = _next(queue, "ready", command.count) if "ready" in command.stages else []
+    room = _room(queue, len(keys))
+    if room is not None and room < 1 and not keys and command.stages != ("ready",):
         return e.Refusal(
             "backpressured", f"{queue.count('ready', 'pending')} groups are ready, {queue.leased()} leased"
         )
-    count = command.count if room is None else min(command.count, room)
-    leases: list[tuple[str, int]] = []
-    for stage in STAGES_IN_ORDER:
-        if stage in command.stages and len(leases) < count:
-            keys = (
-                _next_fresh(queue, count - len(leases))
-                if stage == "fresh"
-                else _next(queue, stage, count - len(leases))
-            )
-            for key in keys:
-                task = queue.tasks.get(key)
-                leases.append((key, task.attempt + 1 if task else 1))
+    most = command.count if room is None else min(command.count, len(keys) + max(0, room))
+    if "partial" in command.stages:
+        keys += _next(queue, "partial", most - len(keys))
+    if "fresh" in command.stages:
+        keys += _next_fresh(queue, most - len(keys))
+    leases = [(key, task.attempt + 1 if (task := queue.tasks.get(key)) else 1) for key in keys]
     if leases:
         return e.Acquired(queue=command.queue, session=command.session, leases=tuple(leases))
     if (
@@ -177,12 +170,13 @@ def _acquire(state: State, command: c.Acquire) -> Answer:
     return e.Refusal("empty", f"queue {command.queue} has no work just now")
 
 
-def _room(queue: Queue) -> int | None:
-    """How many more groups may be leased; None without a bound."""
+def _room(queue: Queue, complete: int) -> int | None:
+    """How many groups that are not complete may be leased beside `complete` ones; None without a bound. The complete
+    ones themselves are not bounded: leasing them starts nothing, and whoever does may be the one who makes room."""
     config, leased = queue.row.config, queue.leased()
     rooms = []
     if config.max_leased:
-        rooms.append(config.max_leased - leased)
+        rooms.append(config.max_leased - leased - complete)
     if config.max_ready:
         rooms.append(config.max_ready - leased - queue.count("ready", "pending"))
     return min(rooms) if rooms else None

@@ -23,9 +23,10 @@ from strawq.errors import Fenced
 from strawq.garbage import collect_garbage
 from strawq.handles import Batch, Leases
 from strawq.merging import merge_objects
-from strawq.queue import Change, Queue, Work
+from strawq.queue import Queue
 from strawq.samples import Group
 from strawq.trimming import trim_log
+from strawq.work import Change, Work
 
 PRODUCER = "drill"
 WAITING_PROMPTS = 64

@@ -99,7 +99,9 @@ class PlainModel:
         if outcome == "save":
             return
         row.session = ""
-        if outcome == "complete":
+        if outcome == "reopen":
+            row.ready = False
+        elif outcome == "complete":
             assert not row.ready and not row.end, f"{task} was accepted twice"
             row.ready = True
         elif outcome == "drop":

@@ -19,11 +19,12 @@ from strawq.garbage import collect_garbage
 from strawq.handles import Batch
 from strawq.model import QueueConfig, VersionSpan
 from strawq.pool import Pool
-from strawq.queue import Change, Queue, Work
+from strawq.queue import Queue
 from strawq.samples import Group, Prompt, Sample, extend
 from strawq.storage.exclusive import Primitive
 from strawq.testing.worlds import World
 from strawq.verification import verify
+from strawq.work import Change, Work
 
 PROMPT = (7, 8, 9)
 GROUP_TOKENS = 6

@@ -2,20 +2,26 @@
 
 The rule: as on a pool. Under `admit` and `oldest_first` no more than `max_staleness` + 1 batches are unconsumed, the
 one in training included; under `oldest_first` a batch also waits for an older group that would miss the budget
-otherwise; `drop` is the worker's business.
+otherwise; under `drop` a complete group that is too old when a batch is asked for starts anew.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from strawq.model import UNVERSIONED, policy_number
 from strawq.samples import Group, oldest_version
 from strawq_workers.admission.staleness import Candidate, StalenessBudget
+from strawq_workers.stale_groups import staleness_metrics
+from strawq_workers.worker.freshness import age_limit, start_anew
 from strawq_workers.worker.group import GroupRun
 from strawq_workers.worker.memory import Entry, MemorySource
 from strawq_workers.worker.options import WorkerOptions
+from strawq_workers.worker.place import Place
 from strawq_workers.worker.share import window_of
+
+log = logging.getLogger("strawq.rollout")
 
 
 def begin_batch(source: MemorySource, options: WorkerOptions, count: int) -> None:
@@ -44,6 +50,26 @@ def waits_for_older(source: MemorySource, options: WorkerOptions, runs: Iterable
         served_version=None if served == UNVERSIONED else served,
     )
     return bool(selection.waiting_for)
+
+
+def begin_stale_anew(source: MemorySource, place: Place) -> None:
+    """Take what is beyond the budget out of what is complete. `source.policy_version` is what will be trained on."""
+    limit = age_limit(place.options)
+    if limit.policy != "drop":
+        return
+    for entry in source.entries()[0]:
+        samples = {sample.index: sample for sample in entry.group.samples}
+        if limit.verdict(entry.group, samples.values(), source.policy_version, log) == "drop":
+            log.info(
+                "group %s is dropped as stale at policy version %s, and starts anew", entry.key, source.policy_version
+            )
+            source.begin_anew(entry, list(start_anew(place.counters, samples).values()))
+            place.changed.set()
+
+
+def batch_ages(entries: Iterable[Entry], served: str, options: WorkerOptions) -> dict[str, float]:
+    """Ages of the groups of a batch, as metrics."""
+    return staleness_metrics((oldest_version(entry.group) for entry in entries), served, options.max_staleness)
 
 
 def _candidate(entry: Entry, group: Group) -> Candidate:

@@ -17,8 +17,8 @@ import msgspec
 from strawq.archives import MANIFEST, open_archive, save_archive, write_archive
 from strawq.errors import BadInput
 from strawq.pool import Pool
-from strawq.queue import Change
 from strawq.remote import exists
+from strawq.work import Change
 from strawq_workers.rollout.settings import codec
 
 NAME = "rollout"

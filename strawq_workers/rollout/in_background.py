@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from strawq.errors import StrawqError, TryAgain
-from strawq_workers.rollout.aging import begin_batch, waits_for_older
-from strawq_workers.rollout.measures import drop_metrics, group_metrics
+from strawq_workers.rollout.aging import batch_ages, begin_batch, begin_stale_anew, waits_for_older
+from strawq_workers.rollout.measures import drop_metrics
 from strawq_workers.rollout.selection import select
 from strawq_workers.rollout.settings import batch_size, codec, options_of
 from strawq_workers.rollout.station import Interrupted, RolloutFailed, Station
@@ -168,6 +168,9 @@ class InBackground:
         source.ready_max = max(place.admission.limits.groups, count)
         begin_batch(source, self._options, count)
         place.changed.set()
+        source.policy_version = await served_version(place.fleet) or source.policy_version
+        if not self._over.is_set():
+            begin_stale_anew(source, place)
         while source.ready < count or waits_for_older(source, self._options, self.worker.runs.values(), count):
             self._raise_dead(place)
             if stop.is_set():
@@ -189,7 +192,7 @@ class InBackground:
         try:
             samples = await source.samples(entries)
             source.policy_version = await served_version(place.fleet) or source.policy_version
-            metrics = group_metrics([entry.group for entry in entries], source.policy_version)
+            ages = batch_ages(entries, source.policy_version, self._options)
             if stop.is_set():
                 raise Interrupted(f"rollout {rollout_id} was told to stop")
         except BaseException:
@@ -197,8 +200,8 @@ class InBackground:
             raise
         rates = self._station.rates
         drops = rates.drops_since_last(place.drop_reasons)
-        metrics.update({**drop_metrics(drops, len(entries)), **metrics_of(place.counters)})
-        metrics.update(rates.since_last(place.counters))
+        metrics = {**drop_metrics(drops, len(entries)), **metrics_of(place.counters)}
+        metrics.update({**rates.since_last(place.counters), **ages})
         metrics["rollout/groups/ready"] = source.ready
         metrics["rollout/groups/in_flight"] = len(self.worker.runs)
         return Taken(entries, samples, metrics)

@@ -7,15 +7,12 @@ what is not known is counted as unknown.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from strawq.model import UNVERSIONED, policy_number
-from strawq.samples import Group, oldest_version
 from strawq_workers.admission.refill import Account
-from strawq_workers.admission.staleness import staleness_of
 from strawq_workers.rates import SUMS
 from strawq_workers.worker.metrics import Counters, WorkerSummary, metrics_of
 
@@ -91,19 +88,3 @@ def drop_metrics(drops: Mapping[str, int], kept: int) -> dict[str, float]:
     found["rollout/dynamic_filter/dropped_groups"] = dropped
     found["rollout/dynamic_filter/dropped_ratio"] = dropped / max(1, dropped + kept)
     return found
-
-
-def group_metrics(groups: Sequence[Group], served: str) -> dict[str, float]:
-    """Staleness of a batch's groups: served version minus the oldest version of a group's tokens."""
-    number = policy_number(served)
-    ages = [_age(oldest_version(group), number) for group in groups]
-    known = [age for age in ages if age is not None]
-    found: dict[str, float] = {"rollout/staleness/unknown_count": len(ages) - len(known)}
-    if known:
-        found["rollout/staleness/mean"] = sum(known) / len(known)
-        found["rollout/staleness/max"] = max(known)
-    return found
-
-
-def _age(oldest: int, served: int) -> int | None:
-    return staleness_of(None if oldest == UNVERSIONED else oldest, None if served == UNVERSIONED else served)

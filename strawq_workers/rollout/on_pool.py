@@ -17,8 +17,8 @@ import msgspec
 from strawq.errors import BadInput, TryAgain
 from strawq.pool import Pool
 from strawq_workers.admission.slots import total_slots
-from strawq_workers.collector import Collector
-from strawq_workers.rates import Rates
+from strawq_workers.age_gate import AgeGate
+from strawq_workers.rates import Rates, summed
 from strawq_workers.rollout.failures import Failures
 from strawq_workers.rollout.local_workers import LocalWorkers
 from strawq_workers.rollout.selection import refuse_all_samples_hook, select
@@ -26,6 +26,7 @@ from strawq_workers.rollout.settings import StrawSource, batch_size, config_of, 
 from strawq_workers.rollout.station import Station
 from strawq_workers.slime.checkpoint import CONSUMER
 from strawq_workers.slime.lineage import require_line
+from strawq_workers.worker.freshness import age_limit
 from strawq_workers.worker.options import WorkerOptions
 
 log = logging.getLogger("strawq.rollout")
@@ -55,6 +56,7 @@ class OnPool:
         self.workers: LocalWorkers | None = None
         self._failures = Failures(straw.pool, straw.queue_name, max(self._options.refusals_max, self._slots))
         self._rates = Rates(straw.pool, straw.queue_name)
+        self._gate = AgeGate(straw.pool, straw.queue_name, age_limit(self._options))
         _bound(straw.pool, straw.queue_name, batch_size(args), self._slots)
         count = local_workers(args)
         if count:
@@ -80,7 +82,7 @@ class OnPool:
             if self.workers is not None:
                 self._on_loop(self.workers.look)
             try:
-                batch = self._collect(rollout_id, count)
+                batch = self._collect(rollout_id, count, over)
             except TryAgain as error:
                 missing = error
             else:
@@ -101,16 +103,13 @@ class OnPool:
                 said = now
                 log.warning("rollout %d waits: %s; %s", rollout_id, missing, self._failures.words() or "no group fails")
 
-    def _collect(self, rollout_id: int, count: int) -> list[list[Any]]:
-        """The batch, unless it must wait for an older group. `TryAgain` says what is missing."""
+    def _collect(self, rollout_id: int, count: int, over: bool) -> list[list[Any]]:
+        """The batch, unless the age of groups makes it wait. `TryAgain` says what is missing. `over`: nothing more
+        comes, so nothing can begin anew."""
         end = time.monotonic() + COLLECT_S
-        budget = Collector(
-            self._straw.pool, self._straw.queue_name, f"{CONSUMER}{rollout_id}",
-            max_staleness=self._options.max_staleness, staleness_policy=self._options.staleness_policy,
-        )  # fmt: skip
-        while older := budget.waits_for(count):
+        while not over and (blocked := self._gate.blocked(f"{CONSUMER}{rollout_id}", count)):
             if time.monotonic() > end:
-                raise TryAgain(older)
+                raise TryAgain(blocked)
             time.sleep(COLLECT_S / 10)
         return self._straw.collect(rollout_id, count, timeout=max(0.0, end - time.monotonic()))
 
@@ -153,13 +152,13 @@ class OnPool:
         )
 
     def _metrics(self, rollout_id: int, samples: list[list[Any]]) -> dict[str, float]:
-        staleness = self._straw.batch_metrics(rollout_id) if samples else {}
+        ages = self._straw.batch_metrics(rollout_id, self._options.max_staleness) if samples else {}
         seen = self._straw.pool.inspect()
         counts = seen.queues[self._straw.queue_name].tasks
         self._failures.tell()
         return {
-            **self._rates.since_last(),
-            **staleness,
+            **summed(self._rates.since_last(), self._gate.added()),
+            **ages,
             "rollout/groups/ready": counts.ready,
             "rollout/groups/in_flight": counts.fresh_leased + counts.partial_leased,
             "rollout/groups/failed": counts.failed,

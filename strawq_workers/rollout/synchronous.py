@@ -16,19 +16,24 @@ import msgspec
 from strawq.errors import BadInput, BranchMoved, EngineUnavailable, TryAgain
 from strawq.handles import Leases
 from strawq_workers.admission.refill import RolloutPlan
+from strawq_workers.age_gate import AgeGate
 from strawq_workers.asking import publish_if_newer
+from strawq_workers.rates import summed
+from strawq_workers.rollout.aging import batch_ages
 from strawq_workers.rollout.failures import remedy
 from strawq_workers.rollout.intake import STOPPED, PlanIntake
-from strawq_workers.rollout.measures import WorkRates, group_metrics, rollout_metrics
+from strawq_workers.rollout.measures import WorkRates, rollout_metrics
 from strawq_workers.rollout.selection import select
 from strawq_workers.rollout.settings import StrawSource, batch_size, codec, options_of, surplus
 from strawq_workers.rollout.station import Interrupted, RolloutFailed, Station
 from strawq_workers.sglang.fleet import Fleet
+from strawq_workers.slime.checkpoint import CONSUMER
+from strawq_workers.worker.freshness import age_limit
 from strawq_workers.worker.hooks import Hooks
 from strawq_workers.worker.loop import Worker, make_admission
 from strawq_workers.worker.memory import MemorySource
 from strawq_workers.worker.options import WorkerOptions
-from strawq_workers.worker.place import Place
+from strawq_workers.worker.place import Place, first_of
 from strawq_workers.worker.process import run_until
 from strawq_workers.worker.source import PoolSource, WorkSource
 
@@ -36,6 +41,7 @@ log = logging.getLogger("strawq.rollout")
 
 Samples = list[list[Any]]
 COLLECT_S = 30.0
+BLOCKED_S = 5.0
 
 
 def from_memory(args: Any, rollout_id: int, station: Station) -> tuple[Samples, dict[str, float]]:
@@ -53,7 +59,7 @@ def from_memory(args: Any, rollout_id: int, station: Station) -> tuple[Samples, 
             metrics = await generate(station, options, source, plan, fleet, stop)
             entries = source.take(count)
             try:
-                metrics.update(group_metrics([entry.group for entry in entries], source.policy_version))
+                metrics.update(batch_ages(entries, source.policy_version, options))
                 samples = await source.samples(entries)
                 if stop.is_set():
                     raise Interrupted(f"rollout {rollout_id} was told to stop")
@@ -83,11 +89,18 @@ def from_pool(args: Any, rollout_id: int, station: Station, straw: StrawSource) 
     """The batch of this rollout, generated on the pool as far as it is not there yet."""
     options, count = synchronous_options(args), batch_size(args)
     metrics: dict[str, float] = {}
-    samples = collected(straw, rollout_id, count)
+    gate = AgeGate(straw.pool, straw.queue_name, age_limit(options))
+    blocked = gate.blocked(f"{CONSUMER}{rollout_id}", count)
+    samples = None if blocked else collected(straw, rollout_id, count)
     if samples is None:
-        ready = straw.pool.queue(straw.queue_name).counts().ready
 
         async def work(stop: asyncio.Event) -> dict[str, float]:
+            while blocked := await asyncio.to_thread(gate.blocked, f"{CONSUMER}{rollout_id}", count):
+                log.warning("rollout %d waits: %s", rollout_id, blocked)
+                await first_of(stop, timeout=BLOCKED_S)
+                if stop.is_set():
+                    raise Interrupted(f"rollout {rollout_id} was told to stop: {blocked}")
+            ready = (await asyncio.to_thread(straw.pool.queue(straw.queue_name).counts)).ready
             fleet = await station.fleet(options, stop)
             # A trainer that updates engines may not know of the pool.
             await asyncio.to_thread(publish_if_newer, straw.pool, await served_version(fleet), straw.branch)
@@ -101,8 +114,9 @@ def from_pool(args: Any, rollout_id: int, station: Station, straw: StrawSource) 
         metrics = station.loop.call(work)
         short = metrics["rollout/groups/missing"] > 0
         samples = straw.collect(rollout_id, count, timeout=0 if short else COLLECT_S, fewer=short)
+    metrics = summed(metrics, gate.added())
     if samples:
-        metrics.update(straw.batch_metrics(rollout_id))
+        metrics.update(straw.batch_metrics(rollout_id, options.max_staleness))
     return select(args, samples, station.data_source), metrics
 
 

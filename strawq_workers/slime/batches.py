@@ -19,8 +19,7 @@ from strawq.errors import BadInput, Fenced, TryAgain
 from strawq.handles import Batch, Held, Lease, Taken
 from strawq.model import Session
 from strawq.pool import Pool
-from strawq.queue import Change, Work
-from strawq.samples import Group, Prompt
+from strawq.work import unchanged
 from strawq_workers.asking import sure
 from strawq_workers.collector import POLL_MAX_S, POLL_S, CollectedBatch
 from strawq_workers.slime.checkpoint import CONSUMER, is_up_to
@@ -153,7 +152,7 @@ class RolloutBatches:
                 return found
 
     def _put_back(self, leases: Iterable[Lease]) -> None:
-        changes = [Change(Work(lease, Group(lease.task, Prompt())), "yield") for lease in leases]
+        changes = [unchanged(lease) for lease in leases]
         if changes:
             with contextlib.suppress(Fenced):  # the session was lost: they are back already
                 queue = self._pool.queue(self._queue_name)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from strawq.errors import BadInput, Fenced
-from strawq.queue import Change, Work
 from strawq.samples import Group
+from strawq.work import Change, Work
 from strawq_workers.slime.codec import group_of
 from strawq_workers.slime.sample import word
 
@@ -197,7 +197,8 @@ def progress(args: Any, handed: Handed, samples: Sequence[Any], *, keep_prefix: 
         group = stored(args, handed, without_marks(samples))
     except BadInput as error:
         return Change(handed.work, "yield"), str(error)
-    return Change(handed.work, "yield", group, rewrite=True), ""
+    # What was complete may not be any more: one that says otherwise would be trained on as it is.
+    return Change(handed.work, "yield" if is_finished(samples) else "reopen", group, rewrite=True), ""
 
 
 def without_marks(samples: Sequence[Any]) -> list[Any]:

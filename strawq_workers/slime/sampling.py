@@ -20,8 +20,8 @@ from strawq.errors import BadInput, Fenced, StrawqError
 from strawq.handles import Lease
 from strawq.model import UNVERSIONED, policy_number
 from strawq.pool import Pool
-from strawq.queue import Change, Work
 from strawq.samples import Group, Prompt
+from strawq.work import Change, Work
 from strawq_workers.asking import publish_if_newer, sure
 from strawq_workers.slime.batches import RolloutBatches
 from strawq_workers.slime.codec import prompt_of, samples_of

@@ -38,6 +38,7 @@ from strawq_workers.slime.job_lock import JobLock
 from strawq_workers.slime.places import require_places
 from strawq_workers.slime.sampling import Sampling
 from strawq_workers.slime.storage_check import QUEUE, ROLE, io_concurrency, open_job_pool
+from strawq_workers.stale_groups import staleness_metrics
 
 logger = logging.getLogger("strawq.slime")
 
@@ -246,12 +247,13 @@ class StrawDataSource:
         self._require_open()
         self._batches.finish(rollout_id)
 
-    def batch_metrics(self, rollout_id: int) -> dict[str, float]:
-        """Staleness of that rollout's batch, under slime's names. `BadInput` if this process has not collected it."""
+    def batch_metrics(self, rollout_id: int, max_staleness: int = -1) -> dict[str, float]:
+        """Staleness of that rollout's batch, under slime's names, with a budget (-1: none) also what is beyond it.
+        `BadInput` if this process has not collected it."""
         batch = self._batches.collected(rollout_id)
         if batch is None:
             raise BadInput(f"rollout {rollout_id} has no batch here: collect it first")
-        return batch.metrics()
+        return staleness_metrics((held.task.version for held in batch.batch.groups), batch.served, max_staleness)
 
     def accept(self, rollout_id: int, samples: Sequence[Any]) -> None:
         """Say what a rollout delivered, for a rollout function of one's own under a manager that does not call

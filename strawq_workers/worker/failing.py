@@ -21,8 +21,8 @@ from strawq.errors import (
     StorageFailed,
     StrawqError,
 )
-from strawq.queue import Work
 from strawq.samples import Group, Prompt
+from strawq.work import Work
 from strawq_workers.worker.place import EngineGarbled, EngineRefused, Place, PrefixRefused
 from strawq_workers.worker.reporting import words
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from strawq.errors import BadInput, EngineUnavailable, Misaligned, OperatorNeeded, OutcomeUnknown, StrawqError
 from strawq.handles import Lease
-from strawq.queue import Change, Work
 from strawq.samples import Group, Int32, Sample, token_count
+from strawq.work import Change, Work
 from strawq_workers.admission.staleness import Verdict
 from strawq_workers.filters import DynamicFilterOutput
 from strawq_workers.sglang.flight import AbortUnconfirmed, AnyOf
@@ -196,7 +196,7 @@ class GroupRun:
         verdict = verdict_on(self.place, self.group, self.samples.values())
         if verdict == "drop":
             log.info("task %s is dropped as stale at policy version %s, and starts anew", self.task, self.place.served)
-            for sample in start_anew(self.place, self.samples).values():
+            for sample in start_anew(self.place.counters, self.samples).values():
                 self.put(sample)
             self._rewrite = True
         return verdict

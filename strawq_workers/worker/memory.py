@@ -20,8 +20,8 @@ import msgspec
 from strawq.errors import BadInput
 from strawq.handles import Held, Lease, Leases, Reported
 from strawq.model import Pause, Stage, Task
-from strawq.queue import Change, Work
 from strawq.samples import Group, Prompt, Sample
+from strawq.work import Change, Work
 from strawq_workers.worker.generation import finished
 from strawq_workers.worker.source import Around
 
@@ -202,6 +202,12 @@ class MemorySource:
         """Undo a `take` of which nothing came."""
         self.taken -= len(entries)
         self._done.update({entry.key: entry for entry in entries})
+
+    def begin_anew(self, entry: Entry, samples: Sequence[Sample]) -> None:
+        """A complete group that nobody has taken is work again, with these samples."""
+        self._entries[entry.key] = self._done.pop(entry.key)
+        entry.group = msgspec.structs.replace(entry.group, samples=tuple(samples))
+        entry.touched = True
 
     async def samples(self, entries: Sequence[Entry]) -> list[list[Any]]:
         """Groups as the data source's own kind of samples."""

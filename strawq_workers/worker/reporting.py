@@ -14,7 +14,7 @@ from typing import Literal
 
 from strawq.errors import BadInput, Fenced, StrawqError, TryAgain
 from strawq.handles import Reported
-from strawq.queue import Change
+from strawq.work import Change
 from strawq_workers.worker.metrics import Counters
 from strawq_workers.worker.patience import Patience
 from strawq_workers.worker.source import WorkSource

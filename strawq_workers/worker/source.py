@@ -19,7 +19,7 @@ from strawq.handles import Lease, Leases, Reported
 from strawq.inspection import count_tasks
 from strawq.model import Pause
 from strawq.pool import Pool
-from strawq.queue import Change, Work
+from strawq.work import Change, Work
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from strawq.core.invariants import findings
 from strawq.core.state import State
 from strawq.errors import BadInput, BranchMoved, Fenced, RequestConflict
 from strawq.inspection import count_tasks
-from strawq.model import ObjectRef, QueueConfig, Session, Slice
+from strawq.model import ObjectRef, QueueConfig, Session, Slice, Stage
 
 QUEUE = "q"
 
@@ -109,27 +109,40 @@ class CoreMachine(RuleBasedStateMachine):
         with pytest.raises(RequestConflict):
             decide(self.state, c.Submit(request=command.request, queue=QUEUE, objects=objects[:-1], producer="other"))
 
-    @rule(target=leases, session=sessions, count=st.integers(1, 5))
-    def acquire(self, session: str, count: int) -> object:
+    @rule(
+        target=leases,
+        session=sessions,
+        count=st.integers(1, 5),
+        stages=st.sampled_from([("partial", "fresh"), ("ready", "partial", "fresh"), ("ready",), ("fresh",)]),
+    )
+    def acquire(self, session: str, count: int, stages: tuple[Stage, ...]) -> object:
+        queue = self.state.branch.queues[QUEUE]
+        ready = queue.count("ready", "pending")
+        command = c.Acquire(queue=QUEUE, branch=self.branch, session=session, count=count, stages=stages)
         try:
-            answer = self.ask(c.Acquire(queue=QUEUE, branch=self.branch, session=session, count=count))
+            answer = self.ask(command)
         except Fenced:
             assert session not in self.state.sessions
             return multiple()
+        complete = min(ready, count) if "ready" in stages else 0
         if isinstance(answer, e.Refusal):
+            assert answer.status == "paused" or not complete, "a complete group may always be leased"
             return multiple()
         assert isinstance(answer, e.Acquired)
+        assert len(answer.leases) >= complete
+        bound = queue.row.config.max_ready
+        assert not bound or len(answer.leases) == complete or queue.leased() + queue.count("ready", "pending") <= bound
         return multiple(*((self.branch, session, task, attempt) for task, attempt in answer.leases))
 
     @rule(
         lease=leases,
-        outcome=st.sampled_from(["save", "yield", "complete", "complete", "drop", "fail"]),
+        outcome=st.sampled_from(["save", "yield", "complete", "complete", "reopen", "drop", "fail"]),
         version=st.integers(-1, 4),
     )
     def report(self, lease: tuple[str, str, str, int], outcome: c.Outcome, version: int) -> None:
         branch, session, task, attempt = lease
         ref = self.new_object(1)
-        parts = (Slice(ref.digest, 0, 1),) if outcome in ("save", "yield", "complete") else ()
+        parts = (Slice(ref.digest, 0, 1),) if outcome in ("save", "yield", "complete", "reopen") else ()
         item = c.ReportItem(task, attempt, outcome, parts, 3, version, "reason" if outcome in ("drop", "fail") else "")
         queue = self.state.branch.queues[QUEUE]
         row = queue.tasks.get(task)
@@ -150,8 +163,12 @@ class CoreMachine(RuleBasedStateMachine):
             assert not answer.items, "a lease that is not current never counts"
         elif outcome == "complete":
             accepted = self.accepted[self.branch]
-            assert task not in accepted, "a group is accepted once"
+            assert row is not None
+            assert (task in accepted) == (row.stage == "ready"), "accepted once, or handed in anew by who leased it"
             accepted[task] = attempt
+        elif outcome == "reopen":
+            self.accepted[self.branch].pop(task, None)
+            assert queue.tasks[task].stage == "partial" and queue.tasks[task].pending
 
     @rule(target=batches, session=sessions, count=st.integers(1, 3), fewer=st.booleans())
     def take(self, session: str, count: int, fewer: bool) -> object:

@@ -12,9 +12,10 @@ from strawq.core.state import highest_number
 from strawq.errors import BadInput
 from strawq.model import UNVERSIONED, VersionSpan
 from strawq.pool import Pool
-from strawq.queue import Change, Queue
+from strawq.queue import Queue
 from strawq.samples import Group, Prompt, Sample
 from strawq.testing.worlds import World
+from strawq.work import Change
 
 
 def _sample(*versions: str) -> Sample:

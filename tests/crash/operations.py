@@ -15,7 +15,6 @@ from strawq.garbage import collect_garbage
 from strawq.merging import merge_objects
 from strawq.model import QueueConfig
 from strawq.pool import Pool
-from strawq.queue import Change, Work
 from strawq.storage import layout
 from strawq.storage.faulty import FaultyFiles
 from strawq.testing.scenes import (
@@ -32,6 +31,7 @@ from strawq.testing.scenes import (
 )
 from strawq.trimming import trim_log
 from strawq.verification import verify
+from strawq.work import Change, Work
 
 Works = dict[str, Work]
 

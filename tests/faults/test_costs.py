@@ -8,12 +8,12 @@ import pytest
 
 from strawq.garbage import collect_garbage
 from strawq.pool import Pool
-from strawq.queue import Change
 from strawq.storage import log
 from strawq.storage.faulty import FaultyFiles
 from strawq.testing.scenes import GROUP_TOKENS, grown, prompts
 from strawq.testing.worlds import World
 from strawq.trimming import trim_log
+from strawq.work import Change
 
 
 @pytest.fixture(autouse=True)

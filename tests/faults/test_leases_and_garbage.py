@@ -12,13 +12,13 @@ from strawq.errors import BadInput, BranchMoved, Contended, Damaged, Fenced, Not
 from strawq.garbage import collect_garbage, execute, plan_collection
 from strawq.model import QueueConfig
 from strawq.pool import Pool
-from strawq.queue import Change
 from strawq.storage import layout, log
 from strawq.storage.faulty import FaultPlan, FaultyFiles
 from strawq.testing.clock import HostClock
 from strawq.testing.crashes import content
 from strawq.testing.scenes import GROUP_TOKENS, build, grown, image, prompts, require_sound, take_over
 from strawq.testing.worlds import World
+from strawq.work import Change
 
 
 def hook(pool: Pool, moment: str, kind: str, prefix: str, act: object) -> None:

@@ -20,7 +20,6 @@ from strawq.export import live_groups, write_parquet
 from strawq.garbage import collect_garbage
 from strawq.merging import Merging, merge_objects
 from strawq.model import ObjectRef, StoredObject
-from strawq.queue import Work
 from strawq.retention import NO_REASON, retained
 from strawq.storage import layout
 from strawq.storage.faulty import FaultyFiles
@@ -30,6 +29,7 @@ from strawq.testing.scenes import completed, finish_work, prompts, require_healt
 from strawq.testing.worlds import World
 from strawq.trimming import trim_log
 from strawq.verification import verify
+from strawq.work import Work
 from tests.cli.conftest import Run
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from strawq.errors import OutcomeUnknown
 from strawq.model import VersionSpan
-from strawq.queue import Queue, Work
+from strawq.queue import Queue
 from strawq.samples import Group, Prompt, Sample
 from strawq.storage.faulty import FaultyFiles
 from strawq.testing.worlds import World
+from strawq.work import Work
 
 
 def grown(work: Work, tokens: list[int]) -> Group:

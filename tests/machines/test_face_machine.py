@@ -20,13 +20,13 @@ from strawq.handles import Batch
 from strawq.merging import merge_objects
 from strawq.model import QueueConfig
 from strawq.pool import Pool
-from strawq.queue import Change, Work
 from strawq.storage.faulty import Crash, FaultPlan, FaultyFiles
 from strawq.testing.clock import HostClock
 from strawq.testing.model import PlainModel, TaskRow
 from strawq.testing.scenes import GROUP_TOKENS, finish_work, grown, image, prompts, require_healthy, require_sound
 from strawq.testing.worlds import World
 from strawq.trimming import trim_log
+from strawq.work import Change, Work
 
 HOSTS = 3
 LEASE_SECONDS = 8.0

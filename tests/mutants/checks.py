@@ -14,10 +14,10 @@ from strawq.core import commands as c
 from strawq.core.commands import ReportItem
 from strawq.errors import BranchMoved, Damaged, Fenced, OutcomeUnknown
 from strawq.garbage import collect_garbage
-from strawq.model import VersionSpan
+from strawq.model import QueueConfig, VersionSpan
 from strawq.payloads import Payloads
 from strawq.pool import Pool
-from strawq.queue import Queue, Work
+from strawq.queue import Queue
 from strawq.samples import Group, Prompt, Sample
 from strawq.storage import layout
 from strawq.storage.faulty import Crash, FaultPlan, FaultyFiles
@@ -25,6 +25,7 @@ from strawq.testing.clock import HostClock
 from strawq.testing.scenes import completed, prompts
 from strawq.testing.simulation import simulate
 from strawq.testing.worlds import World
+from strawq.work import Work
 from tests.lifetime.test_merging import shrink
 
 Check = Callable[[], object]
@@ -267,6 +268,50 @@ def a_group_is_dropped_out_of_a_batch_of_nobody() -> None:
     assert (counts.ready, counts.in_batch, counts.dropped) == (1, 0, 1)
     again = operator.queue().take_batch(1).batch
     assert again is not None and again.tasks == (second,) and again.id != batch.id
+
+
+def a_reopened_group_is_work_again_and_in_no_batch() -> None:
+    """Also asked again after a lost reply, and once: a zombie's `reopen` takes nothing back."""
+    queue = World().process().queue()
+    queue.submit(prompts(["a"]))
+    (first,) = queue.acquire(1)
+    completed(queue, queue.open(first))
+    (lease,) = queue.acquire(1, stages=("ready",))
+    work, *unaware = (queue.open(lease) for _ in range(4))
+    anew = Group(work.task, work.group.prompt, (Sample(0),))
+    for each, request in ((work, "anew"), (unaware[0], "anew")):
+        assert queue.reopen(each, anew, request_id=request).accepted == (work.task,)
+    assert queue.reopen(unaware[1], anew).repeated == (work.task,)
+    assert queue.take_batch(1).batch is None
+    (again,) = queue.acquire(1)
+    group = queue.open(again).group
+    assert again.attempt == 3 and not any(len(sample.tokens) for sample in group.samples)
+    completed(queue, queue.open(again))
+    with pytest.raises(Fenced):
+        queue.reopen(unaware[2], anew)
+    assert queue.counts().ready == 1
+
+
+def a_pause_admits_nothing() -> None:
+    pool = World().process()
+    pool.queue().submit(prompts(["a"]))
+    pool.pause("weights")
+    assert pool.queue().acquire(1).status == "paused"
+    pool.resume()
+    assert len(pool.queue().acquire(1)) == 1
+
+
+def a_full_queue_leases_complete_groups() -> None:
+    pool = World().process()
+    pool.configure("rollout", QueueConfig(max_ready=1, max_leased=1))
+    queue = pool.queue()
+    queue.submit(prompts(["a", "b"]))
+    (lease,) = queue.acquire(2)
+    assert queue.acquire(1, stages=("ready",)).status == "empty"
+    completed(queue, queue.open(lease))
+    assert queue.acquire(1).status == "backpressured"
+    (ready,) = queue.acquire(2, stages=("ready", "partial", "fresh"))
+    assert ready.task == lease.task
 
 
 def an_observer_that_slept_takes_nobody_for_dead() -> None:

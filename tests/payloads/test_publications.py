@@ -11,10 +11,11 @@ from safetensors.numpy import load_file
 from strawq import Change, Pool, Prompt
 from strawq.errors import BadInput
 from strawq.model import VersionSpan
-from strawq.queue import Queue, Work
+from strawq.queue import Queue
 from strawq.samples import Group, Sample
 from strawq.storage import packs
 from strawq.verification import verify
+from strawq.work import Work
 
 GROUPS, TENSORS, TOKENS = 8, 5, 3
 ONE_GROUP_BYTES = 2500

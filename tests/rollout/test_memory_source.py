@@ -10,8 +10,8 @@ import pytest
 from scene import ListSource, indices
 
 from strawq.model import VersionSpan
-from strawq.queue import Change
 from strawq.samples import Sample
+from strawq.work import Change
 from strawq_workers.slime import codec
 from strawq_workers.worker.memory import MemorySource
 

@@ -11,8 +11,9 @@ from shapes import Newer, Older, answered
 from strawq import Pool
 from strawq.errors import BadInput, Damaged, FormatUnsupported, Misaligned
 from strawq.model import VersionSpan
-from strawq.queue import Change, Queue, Work
+from strawq.queue import Queue
 from strawq.samples import Group, Prompt, Sample, SegmentInfo, TopK, TopP
+from strawq.work import Change, Work
 from strawq_workers.slime import sample as ours
 from strawq_workers.slime.codec import group_of, prompt_of, samples_of
 from strawq_workers.slime.payload import MAGIC, MARK

@@ -7,8 +7,8 @@ import numpy as np
 from shapes import Newer, answered
 
 from strawq import Pool
-from strawq.queue import Change, Work
 from strawq.samples import Group
+from strawq.work import Change, Work
 from strawq_workers.slime.codec import group_of, prompt_of, samples_of
 
 ROUTES = (np.arange(306 * 64 * 8) % 61).astype(np.int32).reshape(306, 64, 8)

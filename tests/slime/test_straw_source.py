@@ -338,6 +338,29 @@ def test_a_returned_prefix_is_there_for_another_reader_with_its_provenance(make:
     assert spans == [(0, 2, "3", ""), (2, 4, "4", "")]
 
 
+def test_a_complete_group_that_comes_back_unfinished_is_work_again_and_no_batch(make: Make) -> None:
+    """Code of the user's own may throw away an answer of a group that was complete, to have it made anew."""
+    source = make()
+    worked(source, 2)
+    (group,) = source.get_samples(1)
+    assert counts(source).ready == 2, "one of them is leased"
+    sample = group[0]
+    sample.tokens, sample.rollout_log_probs = sample.tokens[:-2], sample.rollout_log_probs[:-2]
+    sample.response_length, sample.response, sample.reward = 2, sample.response[:2], None
+    sample.loss_mask = sample.loss_mask[:2] if sample.loss_mask is not None else None
+    sample.status = status(sample, "aborted")
+    source.add_samples([group])
+    assert (counts(source).ready, counts(source).partial_pending) == (1, 1)
+    with pytest.raises(TryAgain):
+        source.collect(0, 2, timeout=0)
+    (lease,) = source.pool.queue().acquire(1)
+    first, second = source.pool.queue().open(lease).group.samples
+    assert (first.status, len(first.tokens)) == ("aborted", 2) and (second.status, len(second.tokens)) == (
+        "completed",
+        4,
+    )
+
+
 def test_tokens_of_unknown_policies_are_a_mixed_span(make: Make) -> None:
     source = make()
     (group,) = source.get_samples(1)

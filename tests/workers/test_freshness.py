@@ -7,7 +7,7 @@ import pytest
 
 from strawq import Prompt
 from strawq.samples import Group, Sample, VersionSpan
-from strawq_workers.worker.freshness import STALE_DROPS
+from strawq_workers.stale_groups import STALE_DROPS
 
 WAIT_S = 20
 

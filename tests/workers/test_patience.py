@@ -10,7 +10,7 @@ import pytest
 from strawq.errors import Damaged, Fenced, OutcomeUnknown, StorageFailed
 from strawq.handles import Lease
 from strawq.model import MAX_ATTEMPTS
-from strawq.queue import Work
+from strawq.work import Work
 from strawq_workers.worker import group, patience
 from strawq_workers.worker.metrics import Counters
 from strawq_workers.worker.patience import Patience

@@ -11,8 +11,9 @@ from typing import Any
 
 from strawq.model import VersionSpan
 from strawq.pool import Pool
-from strawq.queue import Change, Queue, Work
+from strawq.queue import Queue
 from strawq.samples import Group, Prompt, Sample, TopK
+from strawq.work import Change, Work
 from tools.benchmarks.serving import serve, timed
 from tools.benchmarks.workload import BATCH, SLICE, Array, captures, given_bytes, payloads
 

@@ -27,9 +27,10 @@ from strawq.errors import BadInput, Fenced, OutcomeUnknown, TryAgain
 from strawq.handles import Batch, Leases
 from strawq.model import VersionSpan
 from strawq.pool import Pool
-from strawq.queue import Change, Queue, Work
+from strawq.queue import Queue
 from strawq.samples import Group, Prompt, Sample
 from strawq.upkeep import Upkeep
+from strawq.work import Change, Work
 
 T = TypeVar("T")
 

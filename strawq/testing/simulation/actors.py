@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from strawq.archives import save_archive
 from strawq.errors import BadInput, Damaged, Fenced, Gone, OutcomeUnknown, RequestConflict, StrawqError
 from strawq.handles import Batch, Held, Lease
-from strawq.queue import Change, Queue, Work
+from strawq.queue import Queue
 from strawq.testing.simulation.book import Note, Promise
-from strawq.testing.simulation.content import grown, in_memory, make_prompt, mistakes, tokens_of
+from strawq.testing.simulation.content import begun_anew, grown, in_memory, make_prompt, mistakes, tokens_of
 from strawq.testing.simulation.host import Process
 from strawq.testing.simulation.violation import Violation, require
+from strawq.work import Change, Work
 
 if TYPE_CHECKING:
     from strawq.testing.simulation.world import World
@@ -102,6 +103,17 @@ class Actor:
             return group
         return None
 
+    def is_current(self, lease: Lease) -> bool:
+        note = self.book.line.notes.get(lease.task)
+        owner = (lease.session, lease.attempt)
+        return self.book.branch == lease.branch and note is not None and note.lease == owner
+
+    def promise(self, changes: list[Change]) -> str:
+        request = self.request()
+        tokens = {change.work.task: tokens_of(change.group) for change in changes if change.group is not None}
+        self.book.promises[request] = Promise(tokens=tokens)
+        return request
+
 
 class Worker(Actor):
     """Leases groups, grows them token by token, hands them in; sometimes asks twice, or with what it has lost."""
@@ -130,11 +142,6 @@ class Worker(Actor):
             if group is not None:
                 works.append(Work(lease, group))
         return works
-
-    def is_current(self, lease: Lease) -> bool:
-        note = self.book.line.notes.get(lease.task)
-        owner = (lease.session, lease.attempt)
-        return self.book.branch == lease.branch and note is not None and note.lease == owner
 
     def go_on(self, held: list[Work], old: list[Work]) -> None:
         work = held.pop(self.chance.randrange(len(held)))
@@ -166,12 +173,6 @@ class Worker(Actor):
             group = grown(work.group, work.task, work.lease.attempt, count, version, outcome == "complete")
         reason = self.chance.choice(["filtered", "engine error"])
         return Change(work, outcome, group, reason, retryable=self.chance.random() < 0.7)
-
-    def promise(self, changes: list[Change]) -> str:
-        request = self.request()
-        tokens = {change.work.task: tokens_of(change.group) for change in changes if change.group is not None}
-        self.book.promises[request] = Promise(tokens=tokens)
-        return request
 
     def haunt(self, work: Work) -> None:
         """Report work again that has ended, or that another has: it must not count."""
@@ -224,7 +225,25 @@ class Trainer(Actor):
     def run(self) -> None:
         while True:
             self.wait(0.3)
+            if self.chance.random() < 0.15:
+                self.reopen()
             self.step(self.chance.randint(1, 3), self.chance.random() < 0.3, 0.7)
+
+    def reopen(self) -> None:
+        """Take complete groups out of what is ready: some begin anew, the others go back as they were."""
+        request = self.request()
+        answer = self.ask(lambda: self.queue.acquire(2, stages=("ready",), request_id=request))
+        changes = []
+        for lease in answer or ():
+            group = self.read(lease.held, functools.partial(self.is_current, lease))
+            if group is not None and self.chance.random() < 0.6:
+                anew = begun_anew(group, lease.task)
+                changes.append(Change(Work(lease, group), "reopen", anew, rewrite=True))
+            elif group is not None:
+                changes.append(Change(Work(lease, group), "yield"))
+        if changes:
+            report = self.promise(changes)
+            self.ask(lambda: self.queue.report(changes, request_id=report))
 
     def step(self, count: int, fewer: bool, finishing: float) -> bool:
         request = self.request()

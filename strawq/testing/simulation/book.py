@@ -177,7 +177,7 @@ class Book:
         self.line.cursors[event.producer] = before + len(promise.prompts)
         self.line.producers[event.producer] = event.cursor
 
-    def _acquired(self, event: e.Acquired, _: Any) -> None:
+    def _acquired(self, event: e.Acquired, commands: Iterable[c.Acquire]) -> None:
         require(not self.line.paused, "a lease was given while admission is paused")
         require(event.session in self.sessions, f"session {event.session} is not live and was given leases")
         for key, attempt in event.leases:
@@ -185,7 +185,10 @@ class Book:
             if note is None:
                 raise Violation(f"task {key} was leased and never submitted on branch {self.branch}")
             require(self._pending(note), f"task {key} was leased to {event.session} while it is {note}")
-            require(note.stage != "ready", f"task {key} is ready and was leased again")
+            require(
+                any(note.stage in command.stages for command in commands),
+                f"task {key} is {note.stage} and was leased to one who did not ask for that",
+            )
             require(attempt > note.attempt, f"task {key} was leased with attempt {attempt} after {note.attempt}")
             note.lease, note.attempt = (event.session, attempt), attempt
 
@@ -214,6 +217,8 @@ class Book:
             if item.outcome == "complete":
                 require(note.stage != "ready", f"task {item.task} was accepted twice")
                 note.stage = "ready"
+            elif item.outcome == "reopen":
+                note.stage = "partial" if note.stage == "ready" else note.stage
             elif item.outcome == "drop":
                 note.ended = "dropped"
             elif item.outcome == "fail":

@@ -54,6 +54,11 @@ def grown(group: Group, task: str, attempt: int, count: int, version: str, compl
     return Group(group.task_id, group.prompt, (sample,))
 
 
+def begun_anew(group: Group, task: str) -> Group:
+    """The group without a token."""
+    return Group(group.task_id, group.prompt, (Sample(0, metadata={"of": task}),))
+
+
 def _routes(task: str, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     rows = np.arange(PROMPT_TOKENS + count - 1, dtype=np.int64) + _task_number(task)
     return np.repeat(rows % 200, 4).reshape(-1, 2, 2).astype(np.uint8)
@@ -68,6 +73,8 @@ def mistakes(group: Group, task: str, group_id: str, tokens: tuple[int, ...]) ->
     if read != tokens:
         found.append(f"tokens {read} where {tokens} were saved")
     for sample in group.samples:
+        if not len(sample.tokens):
+            continue
         if sample.logprobs is None or not np.array_equal(sample.logprobs, (-sample.tokens / 7.0).astype(np.float32)):
             found.append("log-probs are of other tokens")
         if has_routes(task) != (sample.r3 is not None):
