@@ -107,9 +107,12 @@ ROWS = (
     Row(("rollout_save_seconds",),
         lambda run: run.mode == "partial" or run.given("partial_rollout", "flush_cache_interval"),
         "needs --partial-rollout"),
-    Row(("max_staleness", "staleness_policy"),
-        lambda run: run.in_background or run.args.staleness_policy == "drop",
+    Row(("max_staleness",), lambda run: run.in_background or run.args.staleness_policy == "drop",
         "a synchronous rollout trains what it has just generated"),
+    Row(("staleness_policy",), lambda run: run.given("max_staleness"), "needs --max-staleness"),
+    Row(("stale_drops_max",),
+        lambda run: run.args.staleness_policy == "drop" and run.given("max_staleness"),
+        "needs --max-staleness N --staleness-policy drop"),
     Row(("rollout_pause_policy",), lambda run: run.in_background,
         "nothing is in flight at the weight updates of a synchronous rollout"),
     Row(("score_centering_top_k",), lambda run: run.given("use_score_centering"), "needs --use-score-centering"),
@@ -145,7 +148,8 @@ ALWAYS = frozenset(
      "custom_rm_path", "group_rm", "dynamic_sampling_filter_path", "rollout_sample_filter_path",
      "rollout_sample_hook_path", "load", "save_debug_rollout_data", "load_debug_rollout_data",
      "load_debug_rollout_data_subsample", "debug_rollout_only", "debug_train_only", "sglang_server_concurrency",
-     "max_concurrent_samples", "rollout_save_tokens", "rollout_tokenize_path", "rollout_detokenize_path"}
+     "max_concurrent_samples", "rollout_refusals_max", "rollout_save_tokens", "rollout_tokenize_path",
+     "rollout_detokenize_path"}
 )  # fmt: skip
 """Flags that are obeyed in every run that generates, or that `validate_rollout_arguments` refuses where they are not
 (`--rollout-queue-segment-mib` has no effect anywhere, which it says)."""

@@ -32,7 +32,8 @@ _AT_LEAST_ONE = (
     "rollout_batch_size", "n_samples_per_prompt", "over_sampling_batch_size", "global_batch_size",
     "num_steps_per_rollout", "num_rollout", "num_epoch", "rollout_max_response_len", "rollout_max_context_len",
     "rollout_max_prompt_len", "score_centering_top_k", "n_samples_per_eval_prompt", "eval_interval", "save_interval",
-    "eval_max_response_len", "eval_max_context_len", "sglang_server_concurrency", "max_concurrent_samples",
+    "eval_max_response_len", "eval_max_context_len", "sglang_server_concurrency", "max_concurrent_samples", "stale_drops_max",
+    "rollout_refusals_max",
 )  # fmt: skip
 _POSITIVE = ("rollout_queue_lease_seconds", "rollout_queue_segment_mib", "rollout_io_concurrency")
 _NOT_NEGATIVE = ("start_rollout_id", "ckpt_step", "max_staleness", "rollout_save_tokens", "rollout_save_seconds",
@@ -50,6 +51,7 @@ _RENAMED = {
     "tokenize": "rollout_tokenize_path", "detokenize": "rollout_detokenize_path",
     "pause_policy": "rollout_pause_policy", "online_gc": "rollout_queue_online_gc",
     "lease_seconds": "rollout_queue_lease_seconds", "io_concurrency": "rollout_io_concurrency",
+    "refusals_max": "rollout_refusals_max",
 }  # fmt: skip
 TYPED = {
     field: option_of(_RENAMED.get(field, field))
@@ -301,6 +303,8 @@ def _worker_options(args: Any, engines: Sequence[str]) -> WorkerOptions:
         save_seconds=float(value_of(args, "rollout_save_seconds")),
         max_staleness=-1 if staleness is None else staleness,
         staleness_policy=value_of(args, "staleness_policy"),
+        stale_drops_max=value_of(args, "stale_drops_max"),
+        refusals_max=value_of(args, "rollout_refusals_max"),
         batch_groups=args.rollout_batch_size if staleness is not None else 0,
         generate=value_of(args, "custom_generate_function_path") or "",
         # slime's samples have their response in words, whoever reads it.

@@ -158,6 +158,8 @@ GROUPS = dict(
             Flag("max_staleness", int, None, "policy versions that a group may be behind", "ours"),
             Flag("staleness_policy", str, "admit", "how that is kept", "ours",
                  choices=("admit", "oldest_first", "drop")),
+            Flag("stale_drops_max", int, 3, "so often a prompt is dropped as stale, then it is delivered late", "ours"),
+            Flag("rollout_refusals_max", int, 8, "give up after so many refused or failed groups in a row", "ours"),
             Flag("rollout_save_tokens", int, 0, "save a sample after so many tokens; 0: not for their number", "ours"),
             Flag("rollout_save_seconds", float, 60.0, "save samples in flight after so long; 0: not for their age",
                  "ours"),

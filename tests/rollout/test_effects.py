@@ -20,7 +20,7 @@ NEEDED = (
     "save", "load", "save_interval", "prompt_data", "num_rollout", "partial_rollout", "rollout_shuffle",
     "apply_chat_template", "buffer_filter_path", "use_score_centering", "custom_rm_path", "eval_interval",
     "eval_prompt_data", "debug_rollout_only", "sglang_router_ip", "sglang_router_port", "rollout_engines",
-    "rollout_function_path",
+    "rollout_function_path", "max_staleness", ("staleness_policy", "drop"),
 )  # fmt: skip
 
 
@@ -34,7 +34,8 @@ def other_than_default(name):
 
 
 def run_with(mode, transport, engines, *names):
-    given = {name: other_than_default(name) for name in names}
+    given = {name: other_than_default(name) for name in names if not isinstance(name, tuple)}
+    given.update(name for name in names if isinstance(name, tuple))
     args = SimpleNamespace(**{**DEFAULTS, "rollout_batch_size": 2, "rollout_data_transport": transport, **given})
     return Run(args, mode, engines)
 
