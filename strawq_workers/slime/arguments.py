@@ -32,8 +32,8 @@ _AT_LEAST_ONE = (
     "rollout_batch_size", "n_samples_per_prompt", "over_sampling_batch_size", "global_batch_size",
     "num_steps_per_rollout", "num_rollout", "num_epoch", "rollout_max_response_len", "rollout_max_context_len",
     "rollout_max_prompt_len", "score_centering_top_k", "n_samples_per_eval_prompt", "eval_interval", "save_interval",
-    "eval_max_response_len", "eval_max_context_len", "sglang_server_concurrency", "max_concurrent_samples", "stale_drops_max",
-    "rollout_refusals_max",
+    "eval_max_response_len", "eval_max_context_len", "sglang_server_concurrency", "max_concurrent_samples",
+    "stale_drops_max", "rollout_refusals_max",
 )  # fmt: skip
 _POSITIVE = ("rollout_queue_lease_seconds", "rollout_queue_segment_mib", "rollout_io_concurrency")
 _NOT_NEGATIVE = ("start_rollout_id", "ckpt_step", "max_staleness", "rollout_save_tokens", "rollout_save_seconds",

@@ -182,3 +182,28 @@ def test_nobody_reads_and_a_signal_comes(command_of: CommandOf) -> None:
     command.tell(signal.SIGTERM)
     assert command.process.stderr.read() == "strawq: terminated\n"
     assert command.process.wait(60) == 143
+
+
+def test_a_signal_while_modules_are_imported_ends_the_process_without_a_word() -> None:
+    script = """
+import sys, time
+class Waits:
+    def find_spec(self, name, path=None, target=None):
+        if name == "strawq.cli.errors":
+            print("importing", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Waits())
+from strawq.cli import main
+sys.exit(main(["--version"]))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None and process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (-signal.SIGINT, "", "")
