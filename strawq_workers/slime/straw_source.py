@@ -146,8 +146,8 @@ class StrawDataSource:
                 answer = self._lease(min(PAGE, num_samples - len(found)))
                 if answer.leases:
                     found += self._sampling.hand_out(answer.leases)
-                elif answer.status == "backpressured" and not self._sampling.held and self._lift_bound():
-                    continue
+                elif answer.status == "backpressured" and self._sampling.held == len(found) and self._lift_bound():
+                    continue  # nobody who holds a group of ours could make room: the caller has none of these yet
                 elif answer.status in ("paused", "backpressured"):
                     time.sleep(WAIT_S)
                 elif answer.status == "sealed" or not self._refill(num_samples - len(found)):

@@ -282,9 +282,10 @@ def test_admission_that_is_paused_is_waited_for(make: Make) -> None:
     assert len(found) == 1
 
 
-def test_a_bound_that_workers_left_does_not_starve_a_sampler(make: Make) -> None:
+@pytest.mark.parametrize("complete", [0, 1, 3])
+def test_a_bound_that_workers_left_does_not_starve_a_sampler(make: Make, complete: int) -> None:
     source = make()
-    worked(source, 3)
+    worked(source, complete)
     source.pool.configure("rollout", QueueConfig(max_ready=2, max_attempts=7))
     assert [group[0].group_index for group in source.get_samples(4)] == [0, 1, 2, 3]
     config = source.pool.log.refresh(lambda machine: machine.state.branch.queues["rollout"].row.config)
@@ -460,7 +461,7 @@ def worked(source: StrawDataSource, count: int, version: str = "1") -> None:
     queue = source.pool.queue()
     from strawq_workers.slime import group_of, samples_of
 
-    for lease in queue.acquire(count):
+    for lease in queue.acquire(count) if count else ():
         work = queue.open(lease)
         samples = samples_of(work.group)
         finish(source, samples, version=version)
