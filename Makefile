@@ -33,8 +33,11 @@ help: ## list the targets
 demo: $(CORE) ## install the core alone and run `strawq demo` (ARGS goes to it)
 	@$(VENV)/bin/strawq demo $(ARGS)
 
-test: $(DEV) ## run the test suite (ARGS goes to pytest)
-	$(PY) -m pytest $(ARGS)
+# Most of a test is waiting (for the disk, for a process, for a lease to end), so a small machine gains too; beyond four,
+# each worker only mounts one more JuiceFS. `worksteal` gives each a row of neighbours, which share fixtures. A test that
+# hangs takes its worker along (faulthandler_timeout): the second one ends the run.
+test: $(DEV) ## run the test suite, a worker for each core up to four (ARGS goes to pytest: -n0 for none)
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal --max-worker-restart 1 $(ARGS)
 
 check: $(DEV) ## format, lint, types, import direction, contracts
 	$(PY) -m ruff format --check .

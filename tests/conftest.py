@@ -1,5 +1,6 @@
-"""Fixtures that every area may use: a real JuiceFS volume with two clients, mounted once per test run. And how long
-the randomised tests look."""
+"""Fixtures that every area may use: a real JuiceFS volume with two clients, mounted once per test run (and
+worker of it). How long the randomised tests look, and what a run says at its end: only this file is read by the process
+that talks to the terminal when others run the tests (`make test`)."""
 
 from __future__ import annotations
 
@@ -34,6 +35,26 @@ settings.register_profile(
 def pytest_configure(config: pytest.Config) -> None:
     asked = "campaign" if config.getoption("markexpr") == "campaign" else "default"
     settings.load_profile(os.environ.get("STRAWQ_PROFILE", asked))
+
+
+SGLANG_URL_VARIABLE = "STRAWQ_SGLANG_URL"
+
+
+def real_sglang_urls() -> list[str]:
+    """URLs of running SGLang servers, separated by commas or spaces."""
+    return os.environ.get(SGLANG_URL_VARIABLE, "").replace(",", " ").split()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    seen = (report for reports in terminalreporter.stats.values() for report in reports)
+    ran = (report.nodeid for report in seen if isinstance(report, pytest.TestReport))
+    if not real_sglang_urls() and any(name.startswith("tests/sglang/contract/") for name in ran):
+        terminalreporter.write_line(
+            f"SGLang contract: ran against the embedded engine only; no real SGLang ({SGLANG_URL_VARIABLE} is not set; "
+            "`make test-sglang` starts one)",
+            yellow=True,
+            bold=True,
+        )
 
 
 @pytest.fixture(scope="session")

@@ -4,30 +4,12 @@ given."""
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from strawq_workers.sglang import EngineOptions
 from tests.sglang.stub import Stub
-
-URL_VARIABLE = "STRAWQ_SGLANG_URL"
-
-
-def real_urls() -> list[str]:
-    """URLs of running SGLang servers, separated by commas or spaces."""
-    return os.environ.get(URL_VARIABLE, "").replace(",", " ").split()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if not real_urls():
-        terminalreporter.write_line(
-            f"SGLang contract: ran against the embedded engine only; no real SGLang ({URL_VARIABLE} is not set; "
-            "`make test-sglang` starts one)",
-            yellow=True,
-            bold=True,
-        )
 
 
 def quick(**changes: object) -> EngineOptions:

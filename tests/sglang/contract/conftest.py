@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from strawq_workers.sglang import EngineClient
-from tests.sglang.conftest import quick, real_urls
+from tests.conftest import real_sglang_urls
+from tests.sglang.conftest import quick
 
 EMBEDDED = {
     # One engine of each kind: with routes and increments, and with neither.
@@ -46,7 +47,7 @@ def embedded_urls() -> Iterator[dict[str, str]]:
                 process.stdout.close()
 
 
-@pytest.fixture(params=[*EMBEDDED, *real_urls()])
+@pytest.fixture(params=[*EMBEDDED, *real_sglang_urls()])
 def engine_url(request: pytest.FixtureRequest, embedded_urls: dict[str, str]) -> str:
     name: str = request.param
     return embedded_urls.get(name, name)
