@@ -326,7 +326,7 @@ class Fleet:
         self._turn += 1
         turn = self._turn % len(free)
         # Load that others put on an engine counts as well, as of its last probe; equals take turns.
-        return min(free[turn:] + free[:turn], key=_pressure)
+        return min(free[turn:] + free[:turn], key=lambda engine: engine.pressure)
 
     def _wake(self, count: int) -> None:
         while count > 0 and self._waiters:
@@ -393,8 +393,3 @@ class Fleet:
             text = "; ".join(str(failure) for failure in failures)
             kind = BadInput if all(isinstance(failure, BadInput) for failure in failures) else EngineUnavailable
             raise kind(f"could not {verb} {len(failures)} of {len(engines)} engines: {text}") from failures[0]
-
-
-def _pressure(engine: EngineClient) -> int:
-    others = 0 if engine.load is None else max(0, engine.load.running + engine.load.waiting - engine.claimed)
-    return engine.claimed + others
