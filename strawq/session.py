@@ -18,6 +18,7 @@ from collections.abc import Callable
 from strawq.core.commands import Expire, Join, Leave
 from strawq.core.events import Refusal
 from strawq.core.machine import Machine
+from strawq.doubling import doubled
 from strawq.errors import BadInput, StrawqError
 from strawq.limits import LEASE_SECONDS_MIN
 from strawq.model import Session
@@ -118,18 +119,18 @@ class SessionKeeper:
                 thread.start()
 
     def _keep(self, name: str, act: Callable[[], object], stop: threading.Event) -> None:
-        failed = 0
+        failed = told = 0
         while not stop.wait(self.round_seconds):
             try:
                 act()
-                failed = 0
+                failed = told = 0
             except (OSError, StrawqError) as error:
                 # The next round tries again; if the mount stays away, others expire us, which is right.
                 failed += 1
-                often = logging.INFO if failed & (failed - 1) else logging.WARNING  # said at each doubling
+                level, told = (logging.WARNING, failed) if doubled(failed, told) else (logging.INFO, told)
                 until = "; until one lands, no other session is taken for dead here" if name == "heartbeat" else ""
                 logger.log(
-                    often, "%s of session %s failed (%d in a row): %s%s", name, self.current, failed, error, until
+                    level, "%s of session %s failed (%d in a row): %s%s", name, self.current, failed, error, until
                 )
 
     def round(self) -> list[str]:

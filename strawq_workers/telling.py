@@ -1,5 +1,5 @@
 """Saying what stays as it is. The rule: what is new is said at once, the same again at growing intervals, so that
-waiting is visible and a log of hours is short."""
+waiting is visible and a log of hours is short. What is counted goes by `strawq.doubling` instead."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 
+from strawq.doubling import doubled
 from strawq.inspection import QueueView
 from strawq.pool import Pool
 from strawq_workers.rollout.station import RolloutFailed
@@ -33,7 +34,7 @@ class Failures:
         view = self._view()
         self._accepted, self._dropped = view.accepted, view.tasks.dropped
         self._failed_before, self._dropped_before = view.tasks.failed, view.tasks.dropped
-        self._told, self._drops_told = view.tasks.failed, limit
+        self._told, self._drops_told = view.tasks.failed, 0
         self._any_accepted = False
         self.in_a_row = 0
         """Groups that failed for good since one was accepted or dropped, or since this was made."""
@@ -44,17 +45,16 @@ class Failures:
         failed, dropped = view.tasks.failed, view.tasks.dropped
         accepted = view.accepted > self._accepted
         if accepted:
-            self._any_accepted, self._dropped_before, self._drops_told = True, dropped, self._limit
+            self._any_accepted, self._dropped_before, self._drops_told = True, dropped, 0
         if accepted or dropped > self._dropped:
             self._failed_before = failed
         self._accepted, self._dropped = view.accepted, dropped
         self._failed_before = min(self._failed_before, failed)  # some may have been sent back to work
         self.in_a_row = failed - self._failed_before
-        if dropped - self._dropped_before >= self._drops_told:
-            self._drops_told = 2 * (dropped - self._dropped_before)
-            log.warning(
-                "%d groups in a row were dropped and none kept: %s", dropped - self._dropped_before, view.drop_reasons
-            )
+        unkept = dropped - self._dropped_before
+        if doubled(unkept, self._drops_told, self._limit):
+            self._drops_told = unkept
+            log.warning("%d groups in a row were dropped and none kept: %s", unkept, view.drop_reasons)
         return accepted
 
     def tell(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from strawq.doubling import doubled
 from strawq.errors import BadInput, Misaligned, StrawqError
 from strawq.handles import Lease
 from strawq_workers.admission.reservations import Admission
@@ -90,7 +91,7 @@ class Place:
         self.refusals = 0
         """Attempts in a row that were refused; `lost` groups that failed for good, `unkept` that the filter dropped."""
         self.lost = 0
-        self.unkept = 0
+        self.unkept = self._unkept_told = 0
         self.versions: dict[str, None] = {}
         self.drop_reasons: dict[str, int] = {}
         self.failures: list[str] = []
@@ -115,14 +116,15 @@ class Place:
 
     def accepted(self, anew: bool = True) -> None:
         self.counters.groups_accepted += anew
-        self.refusals = self.lost = self.unkept = 0
+        self.refusals = self.lost = self.unkept = self._unkept_told = 0
 
     def dropped(self, reason: str) -> None:
         self.counters.groups_dropped += 1
         self.drop_reasons[reason] = self.drop_reasons.get(reason, 0) + 1
         self.refusals = self.lost = 0
         self.unkept += 1
-        if _at_a_doubling(self.unkept, self._in_a_row):
+        if doubled(self.unkept, self._unkept_told, self._in_a_row):
+            self._unkept_told = self.unkept
             log.warning(
                 "%d groups in a row were dropped by the filter and none kept: %s",
                 self.unkept,
@@ -137,18 +139,11 @@ class Place:
             self.failures.append(f"{task}: {reason}")
         # In memory nobody keeps dead letters: the data source has the group again when the work ends.
         end = "it is a dead letter now" if self.queue.pool else "it goes back to the data source"
-        self._say_failed(task, reason, f", {end}" if dead else "")
+        count, due = self.counters.groups_failed, self._telling.due("failures")
+        few = count <= FAILURES_SAID  # of those each is told, then how many there are by now
+        what = f"task {task} failed" if few else f"{count} attempts have failed by now, the last one: task {task}"
+        log.log(logging.WARNING if few or due else logging.INFO, "%s%s: %s", what, f", {end}" if dead else "", reason)
         self.lost += dead
-
-    def _say_failed(self, task: str, reason: str, end: str) -> None:
-        """The first ones at once, then how many there are by now at growing intervals."""
-        count = self.counters.groups_failed
-        due = self._telling.due("failures")
-        if count <= FAILURES_SAID:
-            log.warning("task %s failed%s: %s", task, end, reason)
-        else:
-            level = logging.WARNING if due else logging.INFO
-            log.log(level, "%d attempts have failed by now, the last one: task %s%s: %s", count, task, end, reason)
 
     def stop_if_all_fail(self) -> None:
         """Where group after group fails for good, the fault is not theirs, and the data set is not spent on it."""
@@ -186,12 +181,6 @@ class Place:
         self.engine_trouble = error
         if not any(engine.state in ("up", "held") for engine in self.fleet.engines):
             self.stop("engines", error)
-
-
-def _at_a_doubling(count: int, first: int) -> bool:
-    """Whether `count` is `first`, or that doubled any number of times."""
-    times, rest = divmod(count, first)
-    return not rest and times.bit_count() == 1
 
 
 async def first_of(*events: asyncio.Event, timeout: float | None = None) -> None:

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from strawq.doubling import doubled
 from strawq.errors import BadInput, EngineUnavailable
 from strawq_workers.admission.slots import divide_samples, divide_slots
 from strawq_workers.sglang.fleet import Fleet
@@ -25,6 +26,14 @@ def test_the_same_is_said_at_growing_intervals_and_a_change_at_once():
             said.append(now)
     assert said == [0, 10, 30, 70, 100, 101, 111, 131, 171]
     assert not telling.due("") and telling.due("down"), "what has ended is news when it comes again"
+
+
+def test_a_count_is_told_when_it_is_news_and_whenever_it_has_doubled_also_one_that_skips_numbers():
+    told, said = 0, []
+    for count in (0, 1, 7, 9, 16, 17, 18, 35, 40, 79, 80):
+        if doubled(count, told, 8):
+            said.append(told := count)
+    assert said == [9, 18, 40, 80]
 
 
 async def test_a_dead_engine_is_named_once_while_it_is_asked_again_and_again(caplog, monkeypatch):
