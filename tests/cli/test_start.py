@@ -21,12 +21,22 @@ SECONDS_MAX = 0.4
 def test_help_answers_in_time() -> None:
     took = []
     for _ in range(12):
-        begun = time.monotonic()
-        subprocess.run(command("--help"), check=True, capture_output=True)
-        took.append(time.monotonic() - begun)
+        took.append(seconds_beside_waiting_for_a_processor(command("--help")))
         if took[-1] < SECONDS_MAX:
             return
     pytest.fail(f"strawq --help took {min(took):.2f} s at best")
+
+
+def seconds_beside_waiting_for_a_processor(words: list[str]) -> float:
+    """How long a process lives, without the time in which others ran in its place: what an idle machine would take."""
+    begun = time.monotonic()
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    took = time.monotonic() - begun
+    account = Path(f"/proc/{process.pid}/schedstat")  # nanoseconds on a processor, and waiting for one; not everywhere
+    waited = int(account.read_text().split()[1]) / 1e9 if account.exists() else 0.0
+    assert process.wait() == 0
+    return took - waited
 
 
 def test_help_of_all_verbs_loads_nothing_heavy() -> None:

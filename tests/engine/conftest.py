@@ -11,16 +11,19 @@ import aiohttp
 import msgspec
 import pytest
 
+from strawq_workers.engine.engine_thread import EngineThread
 from strawq_workers.engine.launch import running_engine
 from strawq_workers.engine.options import EngineOptions
+from strawq_workers.engine.scheduler import Scheduler
 
 
 class Client:
     """HTTP to one engine, with what the tests ask of it again and again."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, engine: EngineThread) -> None:
         self.session = session
         self.url = url
+        self._engine = engine
 
     async def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """Status and body: decoded where it is JSON, else text. A `str` body is sent as it is."""
@@ -45,6 +48,16 @@ class Client:
         _, answer = await self.get("/v1/loads")
         entry: dict[str, Any] = answer["loads"][0]
         return entry
+
+    async def hurry(self) -> None:
+        """From now on requests go as fast as the machine can, those under way included."""
+
+        def unbounded(scheduler: Scheduler) -> None:
+            scheduler.options = msgspec.structs.replace(scheduler.options, tokens_per_second=None)
+            for request in scheduler._running:
+                request.due = 0.0
+
+        await self._engine.call(unbounded)
 
     async def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 10.0) -> dict[str, Any]:
         """Poll `/v1/loads` until `condition` holds of its entry."""
@@ -71,8 +84,8 @@ async def start_engine() -> AsyncIterator[StartEngine]:
         session = await stack.enter_async_context(aiohttp.ClientSession())
 
         async def start(**options: Any) -> Client:
-            url, _ = await stack.enter_async_context(running_engine(EngineOptions(**options)))
-            return Client(session, url)
+            url, engine = await stack.enter_async_context(running_engine(EngineOptions(**options)))
+            return Client(session, url, engine)
 
         yield start
         # Connections first: an engine that closes waits for the calls that are open.

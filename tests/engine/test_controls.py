@@ -92,8 +92,8 @@ async def test_a_rid_in_flight_is_refused_and_free_afterwards(start_engine: Star
 async def test_the_table_of_pauses(
     start_engine: StartEngine, mode: str, flush_status: int, update_flushes: bool
 ) -> None:
-    client = await start_engine(tokens_per_second=400.0, health_timeout_s=0.1)
-    running = start(client, "running", tokens=150)
+    client = await start_engine(tokens_per_second=50.0, health_timeout_s=0.1)
+    running = start(client, "running", tokens=500)
     await client.until_decoding(1, len(PROMPT))
     status, answer = await client.post("/pause_generation", {"mode": mode})
     assert (status, answer["status"]) == (200, "ok")
@@ -118,6 +118,7 @@ async def test_the_table_of_pauses(
     )
     assert (status, answer["success"]) == (200, True)
     assert not held.done() and (mode == "abort" or not running.done())
+    await client.hurry()
     assert (await client.post("/continue_generation", {}))[0] == 200
     fresh = await held
     assert fresh["meta_info"]["weight_versions"] == [{"version": "2", "start": 0, "end": 4}]
@@ -125,15 +126,15 @@ async def test_the_table_of_pauses(
         answer = await running
         spans = answer["meta_info"]["weight_versions"]
         assert [span["version"] for span in spans] == ["default", "2"]
-        assert spans[0]["start"] == 0 and spans[0]["end"] == spans[1]["start"] > 0 and spans[1]["end"] == 150
+        assert spans[0]["start"] == 0 and spans[0]["end"] == spans[1]["start"] > 0 and spans[1]["end"] == 500
         assert answer["meta_info"]["weight_version"] == "2"
         assert answer["meta_info"]["num_retractions"] == (1 if mode == "retract" else 0)
     assert await client.get("/health") == (200, "")
 
 
 async def test_an_update_waits_for_those_before_it_and_holds_those_after(start_engine: StartEngine) -> None:
-    client = await start_engine(tokens_per_second=400.0)
-    before = start(client, "before", tokens=400)
+    client = await start_engine(tokens_per_second=50.0)
+    before = start(client, "before", tokens=500)
     await client.until_decoding(1, len(PROMPT))
     assert (await client.post("/flush_cache"))[0] == 400
     update = asyncio.ensure_future(client.post("/update_weights_from_disk", {"model_path": "m", "weight_version": "8"}))
@@ -141,7 +142,8 @@ async def test_an_update_waits_for_those_before_it_and_holds_those_after(start_e
     after = start(client, "after", tokens=3)
     await client.until(lambda entry: entry["queues"]["held"] == 1)
     assert not update.done()
-    assert (await before)["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 400}]
+    await client.hurry()
+    assert (await before)["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 500}]
     assert (await update)[1]["message"].endswith("Weight version updated to 8.")
     assert (await after)["meta_info"]["weight_versions"] == [{"version": "8", "start": 0, "end": 3}]
     assert (await client.get("/get_weight_version"))[1] == {"weight_version": "8"}

@@ -120,7 +120,7 @@ def test_workers_killed_with_their_job(stage: Stage, mask: bool) -> None:
         "use_score_centering": True,
         "score_centering_top_k": 3,
     }
-    engine, url = stage.engine(weight_version="1", tokens_per_second="40")
+    engine, url = stage.engine(weight_version="1", tokens_per_second="20")
     job = stage.job({**flags, "rollout_engines": [url]}, rollouts=[0])
     stage.until("one group accepted, one in the middle", lambda now: now.ready == 1 and now.partial_leased == 1)
     job.process.kill()

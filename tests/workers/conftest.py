@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import math
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +18,7 @@ from strawq.handles import Held
 from strawq.samples import Group
 from strawq_workers.engine.launch import running_engine
 from strawq_workers.engine.options import EngineOptions
+from strawq_workers.engine.request import Request
 from strawq_workers.worker import WorkerOptions, WorkerSummary, work
 from strawq_workers.worker.loop import Worker
 
@@ -104,6 +106,46 @@ class Stage:
         """Response tokens that the worker's groups have in memory."""
         worker = self.worker
         return 0 if worker is None else worker.place.counters.tokens_generated
+
+    def stand_at(self, tokens: int, where: Callable[[Request], bool] = lambda _: True) -> None:
+        """Each request stands still when it has made so many tokens, if it is one of those `where`, until `go_on`: what
+        a test does meanwhile happens in mid-generation, however slow the machine is. Call it before work begins."""
+        scheduler = self.engine._scheduler
+        record = type(scheduler)._record
+
+        def record_and_stand(request: Request, *made: Any) -> None:
+            record(scheduler, request, *made)
+            if request.output_length >= tokens and where(request):
+                request.due = math.inf
+
+        scheduler._record = record_and_stand
+        wait = type(scheduler).wait_seconds
+        # Nothing to do now: a wait without an end is None.
+        scheduler.wait_seconds = lambda now: None if (found := wait(scheduler, now)) == math.inf else found
+
+    def stand_in_the_second_request(self) -> None:
+        """Of each sample of one group the first request is over, and the next one stands in mid-generation."""
+        prompts: list[int] = []
+
+        def is_later(request: Request) -> bool:
+            prompts.append(request.prompt_length)
+            return request.prompt_length > min(prompts)
+
+        self.stand_at(2, is_later)
+
+    def standing(self) -> int:
+        """Requests that stand still in mid-generation."""
+        return sum(request.due == math.inf for request in self.engine._scheduler._all() if request.finish is None)
+
+    async def go_on(self) -> None:
+        """Requests that stand go on, and no other one will stand."""
+
+        def release(scheduler: Any) -> None:
+            del scheduler._record
+            for request in scheduler._all():
+                request.due = 0.0
+
+        await self.engine.call(release)
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -13,17 +13,13 @@ from strawq.samples import token_count
 from strawq_workers.worker.place import Hold
 
 
-async def started(stage, **changes):
-    """A worker with requests in flight and tokens flowing."""
+async def started(stage, requests, **changes):
+    """A worker whose requests, so many, stand in mid-generation, until `go_on`."""
     stop = asyncio.Event()
+    stage.stand_at(5)
     worker = stage.start(stop, **changes)
-    await stage.until("requests are in flight", lambda: stage.in_flight() > 0, worker)
-    await stage.until("tokens flow", lambda: _generated(stage) > 8, worker)
+    await stage.until("requests are in mid-generation", lambda: stage.standing() == requests, worker)
     return worker, stop
-
-
-def _generated(stage) -> int:
-    return stage.engine._scheduler.loads().generated_tokens
 
 
 def _running(stage) -> int:
@@ -47,9 +43,9 @@ async def load_weights(stage, version: str, *, flush_cache: bool = True) -> None
 
 
 async def test_a_pause_saves_prefixes_keeps_leases_and_burns_no_attempt(stage_of):
-    async with stage_of(tokens_per_second=30) as stage:
+    async with stage_of() as stage:
         stage.submit(2)
-        worker, _ = await started(stage)
+        worker, _ = await started(stage, 4)
         await asyncio.to_thread(stage.pool.pause, "weights")
         await stage.until("the pause is acknowledged", lambda: _acknowledged(stage), worker)
         held = stage.held(stage="partial")
@@ -57,6 +53,7 @@ async def test_a_pause_saves_prefixes_keeps_leases_and_burns_no_attempt(stage_of
         saved = sum(part.task.tokens for part in held)
         assert saved == stage.worker.place.counters.tokens_generated and stage.in_flight() == 0
         assert _running(stage) == 0
+        await stage.go_on()
         await load_weights(stage, "2")
         await asyncio.to_thread(stage.pool.resume, 2)
         summary = await worker
@@ -70,11 +67,12 @@ async def test_a_pause_saves_prefixes_keeps_leases_and_burns_no_attempt(stage_of
 
 
 async def test_a_pause_that_masks_old_tokens_masks_exactly_those(stage_of):
-    async with stage_of(tokens_per_second=30) as stage:
+    async with stage_of() as stage:
         stage.submit(1)
-        worker, _ = await started(stage, mask_offpolicy_in_partial_rollout=True)
+        worker, _ = await started(stage, 2, mask_offpolicy_in_partial_rollout=True)
         await asyncio.to_thread(stage.pool.pause)
         await stage.until("the pause is acknowledged", lambda: _acknowledged(stage), worker)
+        await stage.go_on()
         await load_weights(stage, "2")
         await asyncio.to_thread(stage.pool.resume, 2)
         summary = await worker
@@ -88,10 +86,11 @@ async def test_a_pause_that_masks_old_tokens_masks_exactly_those(stage_of):
 
 
 async def test_a_draining_worker_acknowledges_when_its_groups_are_handed_in(stage_of):
-    async with stage_of(tokens_per_second=60) as stage:
+    async with stage_of() as stage:
         stage.submit(3)
-        worker, _ = await started(stage, pause_policy="drain", max_groups=2)
+        worker, _ = await started(stage, 4, pause_policy="drain", max_groups=2)
         await asyncio.to_thread(stage.pool.pause)
+        await stage.go_on()
         await stage.until("the pause is acknowledged", lambda: _acknowledged(stage), worker)
         counts = stage.queue.counts()
         assert counts.ready == 2 and counts.fresh_pending == 1 and stage.in_flight() == 0
@@ -101,12 +100,13 @@ async def test_a_draining_worker_acknowledges_when_its_groups_are_handed_in(stag
 
 
 async def test_an_in_place_pause_freezes_requests_which_go_on_under_the_new_policy(stage_of):
-    async with stage_of(tokens_per_second=30) as stage:
+    async with stage_of() as stage:
         stage.submit(1)
-        worker, _ = await started(stage, pause_policy="in_place")
+        worker, _ = await started(stage, 2, pause_policy="in_place")
         await asyncio.to_thread(stage.pool.pause)
         await stage.until("the pause is acknowledged", lambda: _acknowledged(stage), worker)
         assert stage.in_flight() == 2
+        await stage.go_on()
         await load_weights(stage, "2", flush_cache=False)
         await asyncio.to_thread(stage.pool.resume, 2)
         summary = await worker
@@ -130,9 +130,9 @@ async def test_an_idle_worker_acknowledges_a_pause_too(stage_of):
 
 async def test_a_worker_that_cannot_acknowledge_by_a_fault_of_its_own_ends(stage_of):
     """It would hold the trainer up until its deadline, at every pause."""
-    async with stage_of(tokens_per_second=30) as stage:
+    async with stage_of() as stage:
         stage.submit(1)
-        worker, _ = await started(stage)
+        worker, _ = await started(stage, 2)
 
         async def fault():
             raise ZeroDivisionError("a fault")
@@ -145,20 +145,21 @@ async def test_a_worker_that_cannot_acknowledge_by_a_fault_of_its_own_ends(stage
 
 
 async def test_a_second_pause_right_after_the_first_is_acknowledged_as_well(stage_of):
-    async with stage_of(tokens_per_second=30) as stage:
+    async with stage_of() as stage:
         stage.submit(1)
-        worker, _ = await started(stage)
+        worker, _ = await started(stage, 2)
         for _ in range(3):
             await asyncio.to_thread(stage.pool.pause)
             await stage.until("the pause is acknowledged", lambda: _acknowledged(stage), worker)
             await asyncio.to_thread(stage.pool.resume)
+        await stage.go_on()
         assert (await worker).counters.tokens_generated == 48
 
 
 async def test_a_stop_during_a_pause_gives_the_leases_back(stage_of):
-    async with stage_of(tokens_per_second=30) as stage:
+    async with stage_of() as stage:
         stage.submit(1)
-        worker, stop = await started(stage)
+        worker, stop = await started(stage, 2)
         await asyncio.to_thread(stage.pool.pause)
         await stage.until("the pause is acknowledged", lambda: _acknowledged(stage), worker)
         stop.set()
@@ -179,15 +180,16 @@ async def test_requests_of_before_a_quick_resume_still_see_their_stop():
 
 
 async def test_after_a_rollback_old_work_is_dropped_and_the_new_branch_served_without_a_restart(stage_of, caplog):
-    async with stage_of(tokens_per_second=30) as stage:
+    async with stage_of() as stage:
         stage.submit(2)
         await asyncio.to_thread(stage.pool.checkpoint, "before")
-        worker, _ = await started(stage)
-        moved = asyncio.get_running_loop().time()
+        worker, _ = await started(stage, 4)
         with caplog.at_level(logging.WARNING, "strawq.worker"):
+            looks = judged(stage)
             await asyncio.to_thread(stage.pool.rollback, "before")
             await stage.until("old groups are dropped", lambda: stage.worker.place.counters.groups_stale == 2, worker)
-            assert asyncio.get_running_loop().time() - moved < 5
+            assert next(lost for branch, lost in looks if branch != "main") == [True, True], "by the first look"
+            await stage.go_on()
             await stage.until("new leases", lambda: len([h for h in stage.held() if h.task.session]) == 2, worker)
             summary = await worker
         assert summary.counters.groups_accepted == 2 and summary.counters.branches_left == 1
@@ -196,10 +198,22 @@ async def test_after_a_rollback_old_work_is_dropped_and_the_new_branch_served_wi
         assert stage.queue.counts().ready == 2
 
 
+def judged(stage):
+    """Of each look at the pool from now on: its branch, and of each group in hand of another branch if it let it go."""
+    looks, let_go = [], stage.worker.watcher._let_go
+
+    def noted(around, held, session):
+        let_go(around, held, session)
+        looks.append((around.branch, [bool(run.lost) for run in held if run.lease.branch != around.branch]))
+
+    stage.worker.watcher._let_go = noted
+    return looks
+
+
 async def test_a_worker_taken_for_dead_drops_its_work_says_so_once_and_goes_on(stage_of, caplog):
-    async with stage_of(tokens_per_second=30) as stage:
+    async with stage_of() as stage:
         stage.submit(2)
-        worker, _ = await started(stage, max_groups=2)
+        worker, _ = await started(stage, 4, max_groups=2)
         session = stage.worker.place.queue.session
         with caplog.at_level(logging.WARNING):
             # On the worker's own loop, so that it cannot lease the groups anew in between.
@@ -214,6 +228,7 @@ async def test_a_worker_taken_for_dead_drops_its_work_says_so_once_and_goes_on(s
             # The pool says it, in a thread of its own.
             await stage.until("it is said", lambda: said() > 0, worker)
         assert stage.worker.place.counters.sessions_lost == 1
+        await stage.go_on()
         for lease in leases:
             work = await asyncio.to_thread(stage.queue.open, lease)
             assert token_count(work.group) == 0
@@ -248,12 +263,16 @@ async def test_a_report_that_comes_too_late_does_not_count(stage_of):
 
 
 async def test_a_worker_resumes_what_is_left_of_a_session_that_died(stage_of):
-    async with stage_of(tokens_per_second=40) as stage:
+    async with stage_of() as stage:
         stage.submit(1)
-        worker, stop = await started(stage, save_tokens=4)
+        stop = asyncio.Event()
+        stage.stand_in_the_second_request()
+        worker = stage.start(stop, save_tokens=4)
         (held,) = await stage.until("progress is saved", lambda: stage.held(stage="partial"), worker)
+        await stage.until("and more is under way", lambda: stage.standing() == 2, worker)
         session = stage.worker.place.queue.session
         await asyncio.to_thread(stage.pool.commit, Expire(request="e", session=session, reason="test"))
+        await stage.go_on()
         summary = await worker
         assert summary.counters.groups_accepted == 1 and summary.counters.tokens_resumed >= held.task.tokens
         assert not stop.is_set()

@@ -72,26 +72,23 @@ async def test_routes_of_turns_are_those_of_the_whole_sequence_read_at_once(stag
 
 
 async def test_an_agent_loop_is_resumed_by_another_worker_in_the_middle_of_a_turn(stage_of):
-    async with stage_of(tokens_per_second=25, enable_return_routed_experts=True) as stage:
+    async with stage_of(enable_return_routed_experts=True) as stage:
         stage.submit(1)
+        stage.stand_in_the_second_request()
         stop = asyncio.Event()
         worker = stage.start(stop, **agent("two_tools", routed_experts=True))
-        await stage.until("a tool has answered, and the next turn runs", lambda: second_turn(stage), worker)
+        await stage.until("a tool has answered, and the next turn runs", lambda: stage.standing() == 2, worker)
         stop.set()
         first = await worker
         assert first.counters.groups_yielded == 1
         (before,) = stage.groups(stage="partial", session="")
+        await stage.go_on()
         summary = await stage.run(**agent("two_tools", routed_experts=True))
         assert summary.counters.tokens_generated == 2 * 18 - first.counters.tokens_generated
         (group,) = stage.groups(stage="ready")
         for sample, old in zip(group.samples, before.samples, strict=True):
             check_agent_sample_loosely(sample)
             assert sample.tokens[: len(old.tokens)].tolist() == old.tokens.tolist() and sample.metadata == {"tools": 2}
-
-
-def second_turn(stage) -> bool:
-    runs = list(stage.worker.runs.values()) if stage.worker else []
-    return any(len(sample.tokens) > 10 for run in runs for sample in run.samples.values())
 
 
 def check_agent_sample_loosely(sample) -> None:
@@ -152,19 +149,19 @@ async def test_a_function_that_does_not_stop_is_cancelled_after_the_limit(stage_
 
 
 async def test_a_function_that_is_cancelled_by_requests_keeps_the_tokens_of_the_turn_under_way(stage_of):
-    async with stage_of(tokens_per_second=20) as stage:
+    async with stage_of() as stage:
         functions.gate.release.set()
         stage.submit(1)
+        stage.stand_at(3)
         stop = asyncio.Event()
         worker = stage.start(stop, **agent("cancellable"))
-        await stage.until(
-            "tokens of the first turn", lambda: stage.engine._scheduler.loads().generated_tokens > 4, worker
-        )
+        await stage.until("the first turn is under way", lambda: stage.standing() == 2, worker)
         stop.set()
         first = await worker
         (group,) = stage.groups(stage="partial", session="")
         kept = sum(len(sample.tokens) for sample in group.samples)
         assert kept == first.counters.tokens_generated > 0 and first.counters.tokens_discarded == 0
+        await stage.go_on()
         summary = await stage.run(**agent("cancellable"))
         assert summary.counters.tokens_generated == 24 - kept
         (group,) = stage.groups(stage="ready")
@@ -180,13 +177,15 @@ def acknowledged(stage) -> bool:
 
 
 async def test_a_pause_holds_a_function_inside_its_turn_and_it_notices_nothing(stage_of):
-    async with stage_of(tokens_per_second=30, enable_return_routed_experts=True) as stage:
+    async with stage_of(enable_return_routed_experts=True) as stage:
         stage.submit(1)
+        stage.stand_in_the_second_request()
         worker = stage.start(**agent("two_tools", routed_experts=True))
-        await stage.until("the second turn runs", lambda: second_turn(stage), worker)
+        await stage.until("the second turn runs", lambda: stage.standing() == 2, worker)
         await asyncio.to_thread(stage.pool.pause)
         await stage.until("the pause is acknowledged", lambda: acknowledged(stage), worker)
         assert stage.in_flight() == 0 and stage.engine._scheduler.loads().running == 0
+        await stage.go_on()
         await asyncio.to_thread(stage.pool.resume)
         await worker
         assert functions.calls["two_tools"] == 2, "called once for each sample"
@@ -237,19 +236,21 @@ async def test_a_pause_waits_for_a_function_that_speaks_to_engines_by_itself(sta
 
 async def test_without_partial_rollout_a_stop_or_a_pause_makes_the_sample_start_anew(stage_of):
     whole = agent("two_tools", partial_rollout=False)
-    async with stage_of(tokens_per_second=12) as stage:
+    async with stage_of() as stage:
         stage.submit(1)
+        stage.stand_in_the_second_request()
         stop = asyncio.Event()
         worker = stage.start(stop, **whole)
-        await stage.until("the second turn runs", lambda: second_turn(stage), worker)
+        await stage.until("the second turn runs", lambda: stage.standing() == 2, worker)
         stop.set()
         first = await worker
         (group,) = stage.groups(session="")
         assert group.samples == () and first.counters.tokens_discarded == first.counters.tokens_generated > 0
         worker = stage.start(**whole)
-        await stage.until("the second turn runs again", lambda: second_turn(stage), worker)
+        await stage.until("the second turn runs again", lambda: stage.standing() == 2, worker)
         await asyncio.to_thread(stage.pool.pause)
         await stage.until("the pause is acknowledged", lambda: acknowledged(stage), worker)
+        await stage.go_on()
         await load_weights(stage, "2")
         await asyncio.to_thread(stage.pool.resume, 2)
         second = await worker

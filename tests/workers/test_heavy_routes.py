@@ -35,7 +35,7 @@ def test_a_worker_that_decodes_40_mb_of_routes_keeps_its_leases_and_its_heart_be
         worker = children.start(
             "worker", ["-m", "strawq_workers.worker", pool.path, "-"], stdin=msgspec.json.encode(options)
         )
-        longest = longest_standstill(pool, worker)
+        longest, usual = longest_standstills(pool, worker)
         summary = worker.answer(WAIT_S)
         gap_ms, lag_ms = round(longest * 1000), round(summary["counters"]["loop_lag_ms_max"])
         record_property("longest_standstill_ms", gap_ms)
@@ -44,27 +44,40 @@ def test_a_worker_that_decodes_40_mb_of_routes_keeps_its_leases_and_its_heart_be
         )
         assert summary["counters"]["groups_accepted"] == GROUPS and summary["counters"]["sessions_lost"] == 0
         assert pool.inspect().queues["rollout"].expirations == 0
-        assert longest < LEASE_S / 2
+        # A busy machine keeps our own heart waiting too, which decodes nothing.
+        assert longest - usual < LEASE_S / 2
         batch = queue.take_batch(GROUPS).batch
         for group in queue.read_batch(batch):
             for sample in group.samples:
                 assert sample.r3.shape == (PROMPT_TOKENS + OUTPUT - 1, LAYERS, TOPK)
 
 
-def longest_standstill(pool, worker) -> float:
-    """Seconds for which the worker's heartbeat stood still at most, from its first beat until it has left."""
-    longest, beat, since = 0.0, None, time.monotonic()
+class Standstill:
+    """The longest time for which a heartbeat stood still, from its first beat until it has left."""
+
+    def __init__(self) -> None:
+        self.longest, self._beat, self._since = 0.0, b"", 0.0
+
+    def look(self, beat: bytes) -> bool:
+        """Whether it is over: there was one, and there is none now."""
+        now = time.monotonic()
+        if beat and self._beat:
+            self.longest = max(self.longest, now - self._since)
+        if beat != self._beat:
+            was, self._beat, self._since = self._beat, beat, now
+            return bool(was and not beat)
+        return False
+
+
+def longest_standstills(pool, worker) -> tuple[float, float]:
+    """Seconds for which the worker's heartbeat, and the one of this process, stood still at most."""
+    theirs, ours = Standstill(), Standstill()
     for look in itertools.count():
-        own = [path for path in (Path(pool.path) / "sessions").glob("*.json") if pool.keeper.current not in path.name]
-        beats = [path.read_bytes() for path in own if not path.name.endswith(".work.json")]
-        if not beats:
-            if beat is not None:
-                return longest
-            since = time.monotonic()
-        elif beats[0] != beat:
-            longest = max(longest, time.monotonic() - since if beat is not None else 0.0)
-            beat, since = beats[0], time.monotonic()
-        if worker.poll() is not None or look > WAIT_S / 0.01:
-            return longest
+        paths = [path for path in (Path(pool.path) / "sessions").glob("*.json") if ".work." not in path.name]
+        (own,) = (path.read_bytes() for path in paths if pool.keeper.current in path.name)
+        others = [path.read_bytes() for path in paths if pool.keeper.current not in path.name]
+        ours.look(own)
+        if theirs.look(others[0] if others else b"") or worker.poll() is not None or look > WAIT_S / 0.01:
+            return theirs.longest, ours.longest
         time.sleep(0.01)
     raise AssertionError

@@ -136,6 +136,16 @@ class Drill:
         held: set[str] = self.pool.log.refresh(holders)
         return len(mine) == 2 and mine <= held
 
+    def frozen_with_leases(self) -> bool:
+        """Stop both where they are, if each holds a lease there; it might hand its groups in at any moment."""
+        for worker in self.workers:
+            worker.freeze()
+        if held := self.both_hold_leases():
+            return held
+        for worker in self.workers:
+            worker.thaw()
+        return False
+
     def batch(self, count: int) -> Batch:
         taken: Batch = self.until("a batch", lambda: self.pool.queue().take_batch(count).batch)
         return taken
@@ -145,8 +155,12 @@ class Drill:
 
     def roll_back(self, target: str, branch: str) -> int:
         """While both workers hold leases. Returns the entry's number."""
-        self.until("both workers hold leases", self.both_hold_leases)
-        self.pool.rollback(target, branch=branch)
+        self.until("both workers hold leases", self.frozen_with_leases)
+        try:
+            self.pool.rollback(target, branch=branch)
+        finally:
+            for worker in self.workers:
+                worker.thaw()
         seq, at_ms = self.history.rollback(branch)
         assert holders(self.history.at(seq - 1)) >= set(self.sessions().values())
         assert holders(self.history.at(seq)) == set(), "every lease ends in that entry"

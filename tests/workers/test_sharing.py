@@ -169,17 +169,22 @@ def acknowledged(stage) -> bool:
 
 @pytest.mark.parametrize("policy", ["abort", "drain", "in_place"])
 async def test_after_a_resume_nothing_is_sent_before_the_engines_serve_the_new_version(stage_of, caplog, policy):
-    async with stage_of(tokens_per_second=40) as stage:
+    async with stage_of() as stage:
         stage.submit(2)
+        stage.stand_at(3)
         worker = stage.start(pause_policy=policy, max_groups=1)
-        await stage.until("requests are in flight", lambda: stage.in_flight(), worker)
+        await stage.until("requests are in mid-generation", lambda: stage.standing() == 2, worker)
         await asyncio.to_thread(stage.pool.pause)
+        if policy == "drain":
+            await stage.go_on()
         await stage.until("the pause is acknowledged", lambda: acknowledged(stage), worker)
         requests = stage.worker.place.counters.requests
         with caplog.at_level(logging.WARNING, "strawq.worker"):
             await asyncio.to_thread(stage.pool.resume, 2)
             await stage.until("the worker says that it waits", lambda: "waiting up to" in caplog.text, worker)
         assert stage.worker.watcher.paused and stage.worker.place.counters.requests == requests
+        if policy != "drain":
+            await stage.go_on()
         await load_weights(stage, "2", flush_cache=policy != "in_place")
         summary = await worker
         assert summary.counters.groups_accepted == 2 and summary.policy_versions == ("1", "2")
@@ -190,12 +195,14 @@ async def test_after_a_resume_nothing_is_sent_before_the_engines_serve_the_new_v
 async def test_an_engine_that_does_not_get_there_is_used_after_the_limit_and_its_tokens_say_what_made_them(
     stage_of, caplog
 ):
-    async with stage_of(tokens_per_second=60) as stage:
+    async with stage_of() as stage:
         stage.submit(1)
+        stage.stand_at(3)
         worker = stage.start(version_wait_s=0.2)
-        await stage.until("requests are in flight", lambda: stage.in_flight(), worker)
+        await stage.until("requests are in mid-generation", lambda: stage.standing() == 2, worker)
         await asyncio.to_thread(stage.pool.pause)
         await stage.until("the pause is acknowledged", lambda: acknowledged(stage), worker)
+        await stage.go_on()
         with caplog.at_level(logging.WARNING, "strawq.worker"):
             await asyncio.to_thread(stage.pool.resume, 2)
             summary = await worker
@@ -205,25 +212,29 @@ async def test_an_engine_that_does_not_get_there_is_used_after_the_limit_and_its
 
 
 async def test_a_second_pause_while_engines_are_waited_for_is_acknowledged(stage_of):
-    async with stage_of(tokens_per_second=60) as stage:
+    async with stage_of() as stage:
         stage.submit(1)
+        stage.stand_at(3)
         worker = stage.start(version_wait_s=60.0)
-        await stage.until("requests are in flight", lambda: stage.in_flight(), worker)
+        await stage.until("requests are in mid-generation", lambda: stage.standing() == 2, worker)
         for version in (2, 3):
             await asyncio.to_thread(stage.pool.pause)
             await stage.until("the pause is acknowledged", lambda: acknowledged(stage), worker)
             await asyncio.to_thread(stage.pool.resume, version)
+        await stage.go_on()
         await load_weights(stage, "3")
         summary = await worker
         assert summary.counters.groups_accepted == 1 and "2" not in summary.policy_versions
 
 
 async def test_versions_that_are_no_numbers_are_not_waited_for(stage_of):
-    async with stage_of(tokens_per_second=60, weight_version="default") as stage:
+    async with stage_of(weight_version="default") as stage:
         stage.submit(1)
+        stage.stand_at(3)
         worker = stage.start(version_wait_s=1000.0)
-        await stage.until("requests are in flight", lambda: stage.in_flight(), worker)
+        await stage.until("requests are in mid-generation", lambda: stage.standing() == 2, worker)
         await asyncio.to_thread(stage.pool.pause)
         await stage.until("the pause is acknowledged", lambda: acknowledged(stage), worker)
+        await stage.go_on()
         await asyncio.to_thread(stage.pool.resume, 7)
         assert (await asyncio.wait_for(worker, 30)).counters.groups_accepted == 1

@@ -71,12 +71,14 @@ async def test_a_pool_that_is_paused_when_a_worker_comes_is_named_with_what_resu
 async def test_a_trainers_short_pause_is_no_news_and_one_that_lasts_is(stage_of, caplog, monkeypatch, lasts):
     if lasts:
         monkeypatch.setattr(watching, "LONG_PAUSE_S", 0.0)
-    async with stage_of(tokens_per_second=20.0) as stage:
+    async with stage_of() as stage:
         stage.submit(1)
+        stage.stand_at(3)
         worker = stage.start()
-        await stage.until("it has work", lambda: stage.held(), worker)
+        await stage.until("it has work", lambda: stage.standing() == 2, worker)
         stage.pool.pause("weights")
         await stage.until("it has stopped", lambda: stage.pool.inspect().paused.acknowledged, worker)
+        await stage.go_on()
         stage.pool.resume()
         await worker
         said = [text for text in warnings(caplog) if "the pool is paused (weights)" in text]

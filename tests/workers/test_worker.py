@@ -260,17 +260,18 @@ async def test_an_engine_that_dies_keeps_prefixes_and_attempts_and_the_worker_sa
 
 
 async def test_a_stop_saves_prefixes_and_another_worker_resumes_them_token_by_token(stage_of):
-    async with stage_of(tokens_per_second=30, enable_return_routed_experts=True) as stage:
+    async with stage_of(enable_return_routed_experts=True) as stage:
         stage.submit(3)
         stop = asyncio.Event()
+        stage.stand_at(5)
         worker = stage.start(stop, routed_experts=True)
-        await stage.until("requests are in flight", lambda: stage.in_flight() == 6, worker)
-        await stage.until("tokens flow", lambda: _engine_tokens(stage) > 20, worker)
+        await stage.until("requests are in mid-generation", lambda: stage.standing() == 6, worker)
         stop.set()
         first = await worker
         assert first.reason == "signal" and first.counters.groups_yielded == 3 and first.counters.aborts == 6
         before = {group.task_id: group for group in stage.groups(stage="partial", session="")}
         assert sum(token_count(group) for group in before.values()) == first.counters.tokens_generated > 0
+        await stage.go_on()
         summary = await stage.run(routed_experts=True)
         assert summary.counters.tokens_resumed == first.counters.tokens_generated
         assert summary.counters.tokens_generated == 3 * 48 - first.counters.tokens_generated
@@ -281,10 +282,6 @@ async def test_a_stop_saves_prefixes_and_another_worker_resumes_them_token_by_to
                 assert sample.tokens[: len(kept.tokens)].tolist() == kept.tokens.tolist()
                 assert sample.logprobs[: len(kept.tokens)].tolist() == kept.logprobs.tolist()
                 assert (sample.r3[: len(kept.r3)] == kept.r3[:]).all() and len(sample.tokens) == 24
-
-
-def _engine_tokens(stage) -> int:
-    return stage.engine._scheduler.loads().generated_tokens
 
 
 async def test_a_long_request_is_cut_saved_and_continued_every_so_many_seconds(stage_of):
@@ -299,21 +296,23 @@ async def test_a_long_request_is_cut_saved_and_continued_every_so_many_seconds(s
 
 
 async def test_without_partial_rollout_no_prefix_is_kept_and_no_sample_is_of_two_requests(stage_of):
-    async with stage_of(tokens_per_second=40) as stage:
+    async with stage_of() as stage:
         stage.submit(1)
         # A prefix that a worker with partial rollout has left.
         stop = asyncio.Event()
+        stage.stand_at(3)
         worker = stage.start(stop)
-        await stage.until("tokens flow", lambda: _engine_tokens(stage) > 4, worker)
+        await stage.until("requests are in mid-generation", lambda: stage.standing() == 2, worker)
         stop.set()
         await worker
         (held,) = stage.held(stage="partial", session="")
         again = asyncio.Event()
         worker = stage.start(again, partial_rollout=False)
-        await stage.until("tokens flow", lambda: _engine_tokens(stage) > held.task.tokens + 4, worker)
+        await stage.until("requests are in mid-generation", lambda: stage.standing() == 2, worker)
         again.set()
         second = await worker
         assert second.counters.tokens_discarded >= held.task.tokens and second.counters.tokens_resumed == 0
+        await stage.go_on()
         await stage.run(partial_rollout=False)
         (group,) = stage.groups(stage="ready")
         for sample in group.samples:
@@ -321,14 +320,16 @@ async def test_without_partial_rollout_no_prefix_is_kept_and_no_sample_is_of_two
 
 
 async def test_a_prefix_of_other_sampling_options_fails_the_attempt_and_stays(stage_of):
-    async with stage_of(tokens_per_second=40) as stage:
+    async with stage_of() as stage:
         stage.submit(1)
         stop = asyncio.Event()
+        stage.stand_at(3)
         worker = stage.start(stop, temperature=0.5)
-        await stage.until("tokens flow", lambda: _engine_tokens(stage) > 4, worker)
+        await stage.until("requests are in mid-generation", lambda: stage.standing() == 2, worker)
         stop.set()
         await worker
         (held,) = stage.held(stage="partial")
+        await stage.go_on()
         with pytest.raises(BadInput, match="other options"):
             await stage.run(refusals_max=2)
         (after,) = stage.held(stage="partial")
