@@ -61,9 +61,6 @@ class AsyncQueue:
     async def complete(self, work: Work, group: Group | None = None, *, request_id: str | None = None) -> Reported:
         return await self.run(self.queue.complete, work, group, request_id=request_id)
 
-    async def reopen(self, work: Work, group: Group, *, request_id: str | None = None) -> Reported:
-        return await self.run(self.queue.reopen, work, group, request_id=request_id)
-
     async def drop(self, work: Work, reason: str, *, request_id: str | None = None) -> Reported:
         return await self.run(self.queue.drop, work, reason, request_id=request_id)
 

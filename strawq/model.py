@@ -174,9 +174,10 @@ class Pause(Row, frozen=True):
 
 class QueueConfig(Row, frozen=True):
     """`max_attempts` counts failures that were reported, `max_expirations` leases lost with their process; then the
-    task is a dead letter. `max_ready` and `max_leased` hold admission back (0: no bound): `acquire` answers
-    `backpressured` when the ready and leased groups together reach `max_ready`, or the leased ones `max_leased`. Both
-    bound what is started: a complete group may always be leased."""
+    task is a dead letter. `max_ready` and `max_leased` hold admission back (0: no bound), and `acquire` answers
+    `backpressured`. No fresh prompt is leased while the groups that are ready, leased or partial together reach
+    `max_ready`, and nothing that is to be generated while `max_leased` groups are leased. Complete groups may always be
+    leased, also while admission is paused."""
 
     max_attempts: int = MAX_ATTEMPTS
     max_expirations: int = MAX_EXPIRATIONS

@@ -115,6 +115,23 @@ class Queue:
                 leases.append(Lease(self.name, branch, event.session, key, attempt, held))
         return Leases("acquired", tuple(leases))
 
+    def leased(self, stages: Sequence[Stage] = ("ready", "partial", "fresh")) -> tuple[Lease, ...]:
+        """What this process's session holds of these stages, by the log: the way back to leases whose reply was
+        lost."""
+        session = self.pool.keeper.require()
+
+        def view(machine: Machine) -> tuple[Lease, ...]:
+            tasks = machine.state.branch.queues[self.name].tasks.values()
+            branch = machine.state.active.row
+            return tuple(
+                Lease(self.name, branch, session, task.id, task.attempt, _held(machine.state, task))
+                for task in tasks
+                if task.session == session and task.stage in stages
+            )
+
+        held: tuple[Lease, ...] = self.pool.log.refresh(view)
+        return held
+
     def open(self, lease: Lease) -> Work:
         """Read what is saved of the group. `Damaged` or `Gone` name the object if that is not possible."""
         return Work(lease, self.pool.payloads.load(lease.held))
@@ -198,12 +215,8 @@ class Queue:
         return self.report([Change(work, "yield", group)], request_id=request_id)
 
     def complete(self, work: Work, group: Group | None = None, *, request_id: str | None = None) -> Reported:
-        """Hand the complete group in. Accepted at most once, whoever else has tried."""
+        """Hand the complete group in. At most one result of a group stands, whoever else has tried."""
         return self.report([Change(work, "complete", group)], request_id=request_id)
-
-    def reopen(self, work: Work, group: Group, *, request_id: str | None = None) -> Reported:
-        """Give a group that was complete back as one to work on, with what is left of it: no longer accepted."""
-        return self.report([Change(work, "reopen", group, rewrite=True)], request_id=request_id)
 
     def drop(self, work: Work, reason: str, *, request_id: str | None = None) -> Reported:
         """End the group without training on it (a filter refused it, say); counted by reason."""

@@ -277,6 +277,21 @@ def extend_sc(sc: TopK | TopP | None, more: TopK | TopP | None) -> TopK | TopP |
     raise Misaligned("SC rows are top-k before and top-p now, or the reverse: keep one kind over a sample")
 
 
+def without_response(sample: Sample) -> Sample:
+    """The sample with nothing generated. What it came with stays: its prompt, payload and whole tensors, and rows that
+    cover a prompt alone, which may be saved and are not to be left out then."""
+    tokens = len(sample.tokens)
+    return Sample(
+        sample.index,
+        prompt_tokens=sample.prompt_tokens,
+        r3=None if tokens else sample.r3,
+        sc=None if tokens else sample.sc,
+        token_tensors={} if tokens else sample.token_tensors,
+        tensors=sample.tensors,
+        payload=sample.payload,
+    )
+
+
 def cut(sample: Sample, count: int) -> Sample:
     """The sample as it was after its first `count` response tokens: every per-token part cut to them, unread if lazy.
 

@@ -36,7 +36,8 @@ class Work:
 class Change(msgspec.Struct, frozen=True):
     """What to report of one piece of work. `group` is the group as it is now (None: nothing new); what it has beyond
     the saved one is written. Saved tokens that are not in it any more are an error, unless `rewrite` says that they
-    were thrown away on purpose. `yield` gives a complete group back as complete, `reopen` as one to work on."""
+    were thrown away on purpose. A complete group that is saved or yielded with something new is work again; `complete`
+    hands it in anew."""
 
     work: Any
     outcome: Outcome

@@ -158,6 +158,9 @@ class Collector:
             missing = self._holder() or self._gate.blocked(self.consumer, count)
             if not missing:
                 taken = self._take(count, fewer and late)
+                if taken.batch is not None and self._gate.outgrown(taken.batch):
+                    self.pool.queue(self.queue).return_batch(taken.batch)
+                    continue
                 if taken.batch is not None:
                     return self._collected(taken.batch)
                 if taken.status == "sealed":

@@ -25,7 +25,6 @@ SUMS = {
     "rollout/aborts": "aborts",
     "rollout/retries": "retries",
     "rollout/staleness/dropped_groups": "stale_drops",
-    "rollout/staleness/late_groups": "stale_late",
 }
 """Metric -> counter of a worker."""
 _HOUR_S = 3600.0

@@ -14,7 +14,7 @@ import msgspec
 
 from strawq.errors import BadInput
 from strawq.model import UNVERSIONED, policy_number
-from strawq.samples import Group, Sample, oldest_version
+from strawq.samples import Group, Sample, oldest_version, without_response
 from strawq_workers.admission.staleness import Candidate, Policy, StalenessBudget, Verdict, staleness_of
 
 STALE_DROPS = "stale_drops"
@@ -68,12 +68,9 @@ def drops_of(samples: Iterable[Sample]) -> int:
 def begun_anew(samples: Mapping[int, Sample]) -> dict[int, Sample]:
     """The samples without a token, and one drop more on their account."""
     count, first = drops_of(samples.values()) + 1, min(samples)
-    return {
-        index: Sample(
-            index, prompt_tokens=sample.prompt_tokens, metadata={STALE_DROPS: count} if index == first else {}
-        )
-        for index, sample in samples.items()
-    }
+    anew = {index: without_response(sample) for index, sample in samples.items()}
+    anew[first] = msgspec.structs.replace(anew[first], metadata={STALE_DROPS: count})
+    return anew
 
 
 def staleness_metrics(oldest: Iterable[int], served: str, max_staleness: int) -> dict[str, float]:

@@ -28,10 +28,18 @@ def queue(
     ] = None,
     max_ready: Annotated[
         int | None,
-        typer.Option("--max-ready", min=0, show_default=False, help="Ready and leased groups together (0: no bound)."),
+        typer.Option(
+            "--max-ready",
+            min=0,
+            show_default=False,
+            help="Begun and not taken groups; then no fresh one (0: no bound).",
+        ),
     ] = None,
     max_leased: Annotated[
-        int | None, typer.Option("--max-leased", min=0, show_default=False, help="Leased groups (0: no bound).")
+        int | None,
+        typer.Option(
+            "--max-leased", min=0, show_default=False, help="Leased groups; then no unfinished one (0: no bound)."
+        ),
     ] = None,
 ) -> Answer:
     """Create a queue, or change its settings. What is not named stays as it is."""

@@ -19,6 +19,7 @@ from strawq.model import (
     Pause,
     Producer,
     Slice,
+    Stage,
     StoredObject,
     Submission,
     Task,
@@ -167,14 +168,10 @@ def _reported(state: State, event: e.Reported, seq: int, where: Where) -> None:
             queue.tasks.put(task.id, task)
         elif item.outcome == "yield":
             queue.tasks.put(task.id, replace(task, session=""))
-        elif item.outcome == "reopen":
-            accepted -= task.stage == "ready"
-            queue.tasks.put(
-                task.id, replace(task, session="", stage="partial" if task.stage == "ready" else task.stage)
-            )
         elif item.outcome == "complete":
+            # One that was leased complete and is handed in anew has been counted.
+            accepted += queue.tasks[item.task].stage != "ready"
             queue.tasks.put(task.id, replace(task, session="", stage="ready", reason=""))
-            accepted += 1
         elif item.outcome == "fail":
             dead = item.task in event.dead
             queue.tasks.put(
@@ -190,7 +187,9 @@ def _reported(state: State, event: e.Reported, seq: int, where: Where) -> None:
 def _grown(task: Task, item: ReportItem) -> Task:
     # A report that adds parts gives the oldest version of the whole group as it is then: a rewrite can make it younger.
     version = item.version if item.parts else task.version
-    stage = "partial" if task.stage == "fresh" else task.stage
+    # Whatever changes a complete group without handing it in again takes it back: nobody has said of this that it is
+    # complete.
+    stage: Stage = "partial"
     return replace(task, parts=task.parts + item.parts, tokens=task.tokens + item.tokens, version=version, stage=stage)
 
 

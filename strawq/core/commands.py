@@ -12,7 +12,7 @@ import msgspec
 
 from strawq.model import UNVERSIONED, ObjectRef, QueueConfig, Session, Slice, Stage
 
-Outcome = Literal["save", "yield", "complete", "reopen", "drop", "fail"]
+Outcome = Literal["save", "yield", "complete", "drop", "fail"]
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, tag_field="command"):

@@ -144,22 +144,24 @@ def _acquire(state: State, command: c.Acquire) -> Answer:
     require_session(state, command.session)
     if command.count < 1:
         raise BadInput(f"count must be at least 1, not {command.count}")
-    if state.branch.meta.pause is not None:
+    if state.branch.meta.pause is not None and command.stages != ("ready",):
         return e.Refusal("paused", state.branch.meta.pause.reason)
     keys = _next(queue, "ready", command.count) if "ready" in command.stages else []
-    room = _room(queue, len(keys))
-    if room is not None and room < 1 and not keys and command.stages != ("ready",):
-        return e.Refusal(
-            "backpressured", f"{queue.count('ready', 'pending')} groups are ready, {queue.leased()} leased"
-        )
-    most = command.count if room is None else min(command.count, len(keys) + max(0, room))
+    most = _most(queue, command.count, len(keys))
     if "partial" in command.stages:
         keys += _next(queue, "partial", most - len(keys))
-    if "fresh" in command.stages:
-        keys += _next_fresh(queue, most - len(keys))
+    fresh = min(most - len(keys), _fresh_room(queue, command.count))
+    if "fresh" in command.stages and fresh > 0:
+        keys += _next_fresh(queue, fresh)
     leases = [(key, task.attempt + 1 if (task := queue.tasks.get(key)) else 1) for key in keys]
     if leases:
         return e.Acquired(queue=command.queue, session=command.session, leases=tuple(leases))
+    if (most < 1 and command.stages != ("ready",)) or (fresh < 1 and "fresh" in command.stages):
+        return e.Refusal(
+            "backpressured",
+            f"{queue.count('ready', 'pending')} groups are ready, {queue.leased()} leased, "
+            f"{queue.count('partial', 'pending')} partial",
+        )
     if (
         queue.row.sealed
         and not queue.leased()
@@ -170,16 +172,19 @@ def _acquire(state: State, command: c.Acquire) -> Answer:
     return e.Refusal("empty", f"queue {command.queue} has no work just now")
 
 
-def _room(queue: Queue, complete: int) -> int | None:
-    """How many groups that are not complete may be leased beside `complete` ones; None without a bound. The complete
-    ones themselves are not bounded: leasing them starts nothing, and whoever does may be the one who makes room."""
-    config, leased = queue.row.config, queue.leased()
-    rooms = []
-    if config.max_leased:
-        rooms.append(config.max_leased - leased - complete)
-    if config.max_ready:
-        rooms.append(config.max_ready - leased - queue.count("ready", "pending"))
-    return min(rooms) if rooms else None
+def _most(queue: Queue, count: int, complete: int) -> int:
+    """How many of `count` groups may be leased, `complete` of which are: those are never held back, since leasing them
+    starts nothing, and whoever does may be the one who makes room."""
+    bound = queue.row.config.max_leased
+    return max(complete, min(count, bound - queue.leased())) if bound else count
+
+
+def _fresh_room(queue: Queue, unbounded: int) -> int:
+    """How many groups may be begun. Those that were begun, and went back, count: they come first, and a trainer that
+    waits for the oldest may wait for one of them."""
+    bound = queue.row.config.max_ready
+    begun = queue.leased() + queue.count("ready", "pending") + queue.count("partial", "pending")
+    return bound - begun if bound else unbounded
 
 
 def _next(queue: Queue, stage: Stage, count: int) -> list[str]:

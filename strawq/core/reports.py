@@ -1,8 +1,8 @@
 """What workers report of leased tasks: progress, yield, completion, drop, failure. This is where fencing decides.
 
 A report counts only for the task's current attempt, held by the reporting session. Exactly one completion of a group
-is accepted, unless a holder of the complete group reopens it; a repeat of an accepted report is recognised, and
-anything else from a former holder is stale.
+stands: it may be replaced, or taken back by new content that is not handed in as complete, only by one who has leased
+the complete group. A repeat of an accepted report is recognised, and anything else from a former holder is stale.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ def _standing(queue: Queue, task: Task | None, item: ReportItem) -> e.Refused:
         return "repeated" if matches else "conflict"
     if item.outcome == "fail":
         return "repeated" if task.failed and task.reason == item.reason else "stale"
-    given_back = item.outcome in ("yield", "reopen") and task.stage != "ready"
-    return "repeated" if given_back and matches and item.parts else "stale"
+    return "repeated" if item.outcome == "yield" and matches and task.stage != "ready" and item.parts else "stale"
 
 
 def _require_parts(state: State, task: Task, item: ReportItem, rows: dict[str, int]) -> None:

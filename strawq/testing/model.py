@@ -99,9 +99,7 @@ class PlainModel:
         if outcome == "save":
             return
         row.session = ""
-        if outcome == "reopen":
-            row.ready = False
-        elif outcome == "complete":
+        if outcome == "complete":
             assert not row.ready and not row.end, f"{task} was accepted twice"
             row.ready = True
         elif outcome == "drop":

@@ -83,6 +83,7 @@ class Admission:
         self._ended = 0
         self._ready = 0
         self._elsewhere = 0
+        self._begun = 0
         self._paused = False
 
     # What there is.
@@ -120,33 +121,41 @@ class Admission:
             room = self.limits.groups - len(self._holds)
         else:
             room = (self.limits.samples - self._held_samples) // self.limits.group_size
-        return max(0, min(room, self._window_room(room)))
+        return max(0, min(room, self._window_room(room) + self._begun))
+
+    def begun_only(self) -> int:
+        """How many groups that were begun wait and are to be leased before any fresh one. The window has room for them:
+        they are counted in it, and a trainer may wait for one of them while it is full."""
+        return 0 if self.limits.window_groups is None else min(self._begun, self.free_groups())
 
     def free_samples(self) -> int:
         """Samples that may be reserved now; with group-level admission, those of the free groups."""
         if self.limits.samples is None:
             return self.free_groups() * self.limits.group_size
-        if self._paused or self._window_room(1) < 1:
+        if self._paused or self._window_room(1) + self._begun < 1:
             return 0
         return max(0, self.limits.samples - self._held_samples)
 
     def _window_room(self, unbounded: int) -> int:
         if self.limits.window_groups is None:
             return unbounded
-        return self.limits.window_groups - self._ready - self._elsewhere - self.in_flight_groups
+        return self.limits.window_groups - self._ready - self._elsewhere - self._begun - self.in_flight_groups
 
     # What changes the gate.
 
-    def observe(self, ready_groups: int, in_flight_elsewhere: int = 0) -> None:
-        """Tell the gate how many groups are ready and not yet consumed, and how many other workers have in flight.
+    def observe(self, ready_groups: int, in_flight_elsewhere: int = 0, begun_groups: int = 0) -> None:
+        """Tell the gate how many groups are ready and not yet consumed, how many other workers have in flight, and how
+        many were begun and wait for a worker.
 
-        Both are absolute counts from the pool, not increments: after a restart the gate is right again with the first
+        They are absolute counts from the pool, not increments: after a restart the gate is right again with the first
         call.
         """
-        if ready_groups < 0 or in_flight_elsewhere < 0:
+        if min(ready_groups, in_flight_elsewhere, begun_groups) < 0:
             raise BadInput(
-                f"counts of groups cannot be negative: ready {ready_groups}, elsewhere {in_flight_elsewhere}"
+                f"counts of groups cannot be negative: ready {ready_groups}, elsewhere {in_flight_elsewhere}, "
+                f"begun {begun_groups}"
             )
+        self._begun = begun_groups
         self._ready = ready_groups
         self._elsewhere = in_flight_elsewhere
 
@@ -168,11 +177,12 @@ class Admission:
 
     # What attempts do.
 
-    def reserve(self, attempt: str, samples: Collection[int]) -> Decision:
+    def reserve(self, attempt: str, samples: Collection[int], *, begun: bool = False) -> Decision:
         """Ask for capacity for the sample indices that still have to be generated, before anything is submitted.
 
-        `attempt` names one lease of one group (task and attempt number); it is never used again. A repeated call with
-        the same samples is granted and takes nothing more. Raises BadInput for no samples or more than could ever fit,
+        `attempt` names one lease of one group (task and attempt number); it is never used again. `begun`: it is one of
+        those that wait, and the window counts it already. A repeated call with the same samples is granted and takes
+        nothing more. Raises BadInput for no samples or more than could ever fit,
         RequestConflict for other samples under a live attempt, Fenced for an attempt that has ended.
         """
         wanted = set(samples)
@@ -188,17 +198,19 @@ class Admission:
         most = self.limits.group_size if self.limits.samples is None else self.limits.samples
         if not wanted or len(wanted) > most:
             raise BadInput(f"attempt {attempt} asks for {len(wanted)} samples: a reservation takes 1 to {most}")
-        reason = self._denial(len(wanted))
+        waited = begun and self._begun > 0
+        reason = self._denial(len(wanted), waited)
         if reason is not None:
             return Decision(False, reason)
+        self._begun -= waited
         self._holds[attempt] = _Hold(wanted)
         self._held_samples += len(wanted)
         return Decision(True)
 
-    def _denial(self, wanted: int) -> DenialReason | None:
+    def _denial(self, wanted: int, waited: bool) -> DenialReason | None:
         if self._paused:
             return "paused"
-        if self._window_room(1) < 1:
+        if self._window_room(1) + waited < 1:
             return "backpressure"
         if self.limits.samples is None:
             return "no_free_group" if len(self._holds) >= self.limits.groups else None

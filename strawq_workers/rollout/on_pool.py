@@ -17,15 +17,14 @@ import msgspec
 from strawq.errors import BadInput, TryAgain
 from strawq.pool import Pool
 from strawq_workers.admission.slots import total_slots
-from strawq_workers.age_gate import AgeGate
 from strawq_workers.rates import Rates, summed
 from strawq_workers.rollout.failures import Failures
 from strawq_workers.rollout.local_workers import LocalWorkers
 from strawq_workers.rollout.selection import refuse_all_samples_hook, select
 from strawq_workers.rollout.settings import StrawSource, batch_size, config_of, local_workers, options_of, worker_wait_s
 from strawq_workers.rollout.station import Station
-from strawq_workers.slime.checkpoint import CONSUMER
 from strawq_workers.slime.lineage import require_line
+from strawq_workers.stale_groups import AgeLimit
 from strawq_workers.worker.freshness import age_limit
 from strawq_workers.worker.options import WorkerOptions
 
@@ -56,7 +55,7 @@ class OnPool:
         self.workers: LocalWorkers | None = None
         self._failures = Failures(straw.pool, straw.queue_name, max(self._options.refusals_max, self._slots))
         self._rates = Rates(straw.pool, straw.queue_name)
-        self._gate = AgeGate(straw.pool, straw.queue_name, age_limit(self._options))
+        self._limit = age_limit(self._options)
         _bound(straw.pool, straw.queue_name, batch_size(args), self._slots)
         count = local_workers(args)
         if count:
@@ -82,7 +81,9 @@ class OnPool:
             if self.workers is not None:
                 self._on_loop(self.workers.look)
             try:
-                batch = self._collect(rollout_id, count, over)
+                # When nothing more comes nothing can begin anew, or be waited for.
+                limit = AgeLimit() if over else self._limit
+                batch = self._straw.collect(rollout_id, count, timeout=COLLECT_S, limit=limit)
             except TryAgain as error:
                 missing = error
             else:
@@ -102,16 +103,6 @@ class OnPool:
             if now - said > SAY_S:
                 said = now
                 log.warning("rollout %d waits: %s; %s", rollout_id, missing, self._failures.words() or "no group fails")
-
-    def _collect(self, rollout_id: int, count: int, over: bool) -> list[list[Any]]:
-        """The batch, unless the age of groups makes it wait. `TryAgain` says what is missing. `over`: nothing more
-        comes, so nothing can begin anew."""
-        end = time.monotonic() + COLLECT_S
-        while not over and (blocked := self._gate.blocked(f"{CONSUMER}{rollout_id}", count)):
-            if time.monotonic() > end:
-                raise TryAgain(blocked)
-            time.sleep(COLLECT_S / 10)
-        return self._straw.collect(rollout_id, count, timeout=max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
         """End the local workers; they give back what they have."""
@@ -157,8 +148,7 @@ class OnPool:
         counts = seen.queues[self._straw.queue_name].tasks
         self._failures.tell()
         return {
-            **summed(self._rates.since_last(), self._gate.added()),
-            **ages,
+            **summed(self._rates.since_last(), ages),
             "rollout/groups/ready": counts.ready,
             "rollout/groups/in_flight": counts.fresh_leased + counts.partial_leased,
             "rollout/groups/failed": counts.failed,

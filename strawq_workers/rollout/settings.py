@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 from strawq.errors import BadInput
 from strawq.model import QueueConfig
 from strawq.pool import Pool
+from strawq_workers.stale_groups import AgeLimit
 from strawq_workers.worker.memory import Codec
 from strawq_workers.worker.options import WorkerOptions
 
@@ -28,7 +29,13 @@ class StrawSource(Protocol):
     def fill(self, count: int) -> int: ...
 
     def collect(
-        self, rollout_id: int, count: int, *, timeout: float | None = None, fewer: bool = False
+        self,
+        rollout_id: int,
+        count: int,
+        *,
+        timeout: float | None = None,
+        fewer: bool = False,
+        limit: AgeLimit | None = None,
     ) -> list[list[Any]]: ...
 
     def finish(self, rollout_id: int) -> None: ...

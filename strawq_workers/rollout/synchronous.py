@@ -16,7 +16,6 @@ import msgspec
 from strawq.errors import BadInput, BranchMoved, EngineUnavailable, TryAgain
 from strawq.handles import Leases
 from strawq_workers.admission.refill import RolloutPlan
-from strawq_workers.age_gate import AgeGate
 from strawq_workers.asking import publish_if_newer
 from strawq_workers.rates import summed
 from strawq_workers.rollout.aging import batch_ages
@@ -27,13 +26,13 @@ from strawq_workers.rollout.selection import select
 from strawq_workers.rollout.settings import StrawSource, batch_size, codec, options_of, surplus
 from strawq_workers.rollout.station import Interrupted, RolloutFailed, Station
 from strawq_workers.sglang.fleet import Fleet
-from strawq_workers.slime.checkpoint import CONSUMER
+from strawq_workers.stale_groups import AgeLimit
 from strawq_workers.worker.freshness import age_limit
 from strawq_workers.worker.hooks import Hooks
 from strawq_workers.worker.loop import Worker, make_admission
 from strawq_workers.worker.memory import MemorySource
 from strawq_workers.worker.options import WorkerOptions
-from strawq_workers.worker.place import Place, first_of
+from strawq_workers.worker.place import Place
 from strawq_workers.worker.process import run_until
 from strawq_workers.worker.source import PoolSource, WorkSource
 
@@ -41,7 +40,6 @@ log = logging.getLogger("strawq.rollout")
 
 Samples = list[list[Any]]
 COLLECT_S = 30.0
-BLOCKED_S = 5.0
 
 
 def from_memory(args: Any, rollout_id: int, station: Station) -> tuple[Samples, dict[str, float]]:
@@ -89,21 +87,22 @@ def from_pool(args: Any, rollout_id: int, station: Station, straw: StrawSource) 
     """The batch of this rollout, generated on the pool as far as it is not there yet."""
     options, count = synchronous_options(args), batch_size(args)
     metrics: dict[str, float] = {}
-    gate = AgeGate(straw.pool, straw.queue_name, age_limit(options))
-    blocked = gate.blocked(f"{CONSUMER}{rollout_id}", count)
-    samples = None if blocked else collected(straw, rollout_id, count)
+    limit = age_limit(options)
+
+    async def learn(stop: asyncio.Event) -> Fleet:
+        """A trainer that updates engines may not know of the pool."""
+        fleet = await station.fleet(options, stop)
+        await asyncio.to_thread(publish_if_newer, straw.pool, await served_version(fleet), straw.branch)
+        return fleet
+
+    if limit.max_staleness >= 0:
+        station.loop.call(learn)
+    samples = collected(straw, rollout_id, count, limit)
     if samples is None:
+        ready = straw.pool.queue(straw.queue_name).counts().ready
 
         async def work(stop: asyncio.Event) -> dict[str, float]:
-            while blocked := await asyncio.to_thread(gate.blocked, f"{CONSUMER}{rollout_id}", count):
-                log.warning("rollout %d waits: %s", rollout_id, blocked)
-                await first_of(stop, timeout=BLOCKED_S)
-                if stop.is_set():
-                    raise Interrupted(f"rollout {rollout_id} was told to stop: {blocked}")
-            ready = (await asyncio.to_thread(straw.pool.queue(straw.queue_name).counts)).ready
-            fleet = await station.fleet(options, stop)
-            # A trainer that updates engines may not know of the pool.
-            await asyncio.to_thread(publish_if_newer, straw.pool, await served_version(fleet), straw.branch)
+            fleet = await learn(stop)
             source = await asyncio.to_thread(FilledSource, straw, options.io_concurrency)
             plan = RolloutPlan(max(1, count - ready), max_surplus=surplus(args))
             try:
@@ -113,10 +112,9 @@ def from_pool(args: Any, rollout_id: int, station: Station, straw: StrawSource) 
 
         metrics = station.loop.call(work)
         short = metrics["rollout/groups/missing"] > 0
-        samples = straw.collect(rollout_id, count, timeout=0 if short else COLLECT_S, fewer=short)
-    metrics = summed(metrics, gate.added())
+        samples = straw.collect(rollout_id, count, timeout=0 if short else COLLECT_S, fewer=short, limit=limit)
     if samples:
-        metrics.update(straw.batch_metrics(rollout_id, options.max_staleness))
+        metrics = summed(metrics, straw.batch_metrics(rollout_id, options.max_staleness))
     return select(args, samples, station.data_source), metrics
 
 
@@ -129,10 +127,10 @@ def synchronous_options(args: Any) -> WorkerOptions:
     return msgspec.structs.replace(options, max_staleness=-1, batch_groups=0)
 
 
-def collected(straw: StrawSource, rollout_id: int, count: int) -> Samples | None:
+def collected(straw: StrawSource, rollout_id: int, count: int, limit: AgeLimit) -> Samples | None:
     """The batch, if it was delivered before or enough is ready; None if groups are missing."""
     try:
-        return straw.collect(rollout_id, count, timeout=0)
+        return straw.collect(rollout_id, count, timeout=0, limit=limit)
     except TryAgain:
         return None
 
@@ -144,13 +142,13 @@ class FilledSource(PoolSource):
         super().__init__(straw.pool, straw.queue_name, io_concurrency)
         self._straw = straw
 
-    async def acquire(self, count: int = 1, *, request_id: str | None = None) -> Leases:
+    async def acquire(self, count: int = 1, *, begun_only: bool = False, request_id: str | None = None) -> Leases:
         try:
             filled = await self.run(self._straw.fill, count)
         except BranchMoved as error:
             # Not this worker's to go on with: it ends, and the trainer is told when it asks for the batch.
             return Leases("sealed", (), str(error))
-        leases = await super().acquire(count, request_id=request_id)
+        leases = await super().acquire(count, begun_only=begun_only, request_id=request_id)
         if leases.status == "backpressured" and not await self.run(self._leased):
             # Nobody will take what is ready before the batch is complete, and nothing more may be started.
             raise BadInput(

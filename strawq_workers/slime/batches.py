@@ -20,10 +20,12 @@ from strawq.handles import Batch, Held, Lease, Taken
 from strawq.model import Session
 from strawq.pool import Pool
 from strawq.work import unchanged
+from strawq_workers.age_gate import AgeGate
 from strawq_workers.asking import sure
 from strawq_workers.collector import POLL_MAX_S, POLL_S, CollectedBatch
 from strawq_workers.slime.checkpoint import CONSUMER, is_up_to
 from strawq_workers.slime.lineage import require_line
+from strawq_workers.stale_groups import AgeLimit
 
 logger = logging.getLogger("strawq.slime")
 
@@ -50,6 +52,7 @@ class RolloutBatches:
         self._pool = pool
         self._queue_name = queue_name
         self._mine: dict[int, CollectedBatch] = {}
+        self._gate = AgeGate(pool, queue_name, AgeLimit())
         self.branch = pool.branch()
 
     def follow(self, branch: str) -> None:
@@ -67,10 +70,17 @@ class RolloutBatches:
         return self._mine.get(rollout_id)
 
     def collect(
-        self, rollout_id: int, count: int, *, timeout: float | None = None, fewer: bool = False
+        self,
+        rollout_id: int,
+        count: int,
+        *,
+        timeout: float | None = None,
+        fewer: bool = False,
+        limit: AgeLimit | None = None,
     ) -> CollectedBatch | None:
-        """The rollout's batch: the one that it has, else `count` ready groups; None when the queue is sealed and used
-        up. `TryAgain` after `timeout` seconds; with `fewer` what is ready by then is taken, if there is any."""
+        """The rollout's batch: the one that it has, else `count` ready groups no older than `limit` asks; None when the
+        queue is sealed and used up. `TryAgain` after `timeout` seconds; `fewer` says that the data have ended: what is
+        ready by then is taken, if there is any, however old."""
         if rollout_id < 0 or count < 1:
             raise BadInput(f"rollout {rollout_id} with {count} groups: both are counted from 0 and 1")
         known = self._mine.get(rollout_id)
@@ -78,14 +88,20 @@ class RolloutBatches:
         if known is not None:
             return known
         delay, started = POLL_S, time.monotonic()
+        self._gate.limit = limit or AgeLimit()
         while True:
             left = None if timeout is None else started + timeout - time.monotonic()
             late = left is not None and left <= 0
             if (before := self._taken_before(rollout_id)) is not None:
                 return self._keep(rollout_id, before)
             missing = _held_elsewhere(self._open(rollout_id))
+            if not missing and not fewer:
+                missing = self._gate.blocked(f"{CONSUMER}{rollout_id}", count)
             if not missing:
                 taken = self._take(rollout_id, count, fewer and late)
+                if taken.batch is not None and not fewer and self._gate.outgrown(taken.batch):
+                    self._return(taken.batch)
+                    continue
                 if taken.batch is not None:
                     return self._keep(rollout_id, taken.batch)
                 if taken.status == "sealed":
@@ -95,6 +111,10 @@ class RolloutBatches:
                 raise TryAgain(f"no batch of {count} groups for rollout {rollout_id}: {missing}")
             time.sleep(delay if left is None else min(delay, max(left, 0.001)))
             delay = min(2 * delay, POLL_MAX_S)
+
+    def begun_anew(self) -> dict[str, float]:
+        """What was too old for a batch since the last call, under the names of the metrics that it adds to."""
+        return self._gate.added()
 
     def _take(self, rollout_id: int, count: int, fewer: bool) -> Taken:
         queue = self._pool.queue(self._queue_name)

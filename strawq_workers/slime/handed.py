@@ -191,14 +191,16 @@ def progress(args: Any, handed: Handed, samples: Sequence[Any], *, keep_prefix: 
     handed.restore_masks(args)
     if has_failed(samples):
         return Change(handed.work, "fail", None, "a sample failed"), ""
-    if not (is_finished(samples) or (keep_prefix and has_tokens(samples))):
+    complete = is_finished(samples)
+    if not (complete or (keep_prefix and has_tokens(samples)) or handed.work.lease.stage == "ready"):
         return Change(handed.work, "yield"), ""
     try:
         group = stored(args, handed, without_marks(samples))
     except BadInput as error:
         return Change(handed.work, "yield"), str(error)
-    # What was complete may not be any more: one that says otherwise would be trained on as it is.
-    return Change(handed.work, "yield" if is_finished(samples) else "reopen", group, rewrite=True), ""
+    # One that was complete and is not any more must not be trained on as it was; without news it stays what it is.
+    again = complete and handed.work.lease.stage == "ready"
+    return Change(handed.work, "complete" if again else "yield", group, rewrite=True), ""
 
 
 def without_marks(samples: Sequence[Any]) -> list[Any]:

@@ -38,7 +38,7 @@ from strawq_workers.slime.job_lock import JobLock
 from strawq_workers.slime.places import require_places
 from strawq_workers.slime.sampling import Sampling
 from strawq_workers.slime.storage_check import QUEUE, ROLE, io_concurrency, open_job_pool
-from strawq_workers.stale_groups import staleness_metrics
+from strawq_workers.stale_groups import AgeLimit, staleness_metrics
 
 logger = logging.getLogger("strawq.slime")
 
@@ -224,14 +224,21 @@ class StrawDataSource:
     # -- batches --------------------------------------------------------------------------------------------------
 
     def collect(
-        self, rollout_id: int, count: int, *, timeout: float | None = None, fewer: bool = False
+        self,
+        rollout_id: int,
+        count: int,
+        *,
+        timeout: float | None = None,
+        fewer: bool = False,
+        limit: AgeLimit | None = None,
     ) -> list[list[Any]]:
-        """The batch of that rollout: the same groups again until it is finished. Empty when the queue is sealed and
-        used up; `TryAgain` says what is missing after `timeout` seconds. Rollout n ends rollouts up to n - 2, since a
-        trainer overlaps by one."""
+        """The batch of that rollout: the same groups again until it is finished, and none older than `limit` asks.
+        Empty when the queue is sealed and used up; `TryAgain` says what is missing after `timeout` seconds; with
+        `fewer` the data have ended, and what is ready is taken. Rollout n ends rollouts up to n - 2, since a trainer
+        overlaps by one."""
         self._require_open()
         self._batches.finish_up_to(rollout_id - 2)
-        batch = self._batches.collect(rollout_id, count, timeout=timeout, fewer=fewer)
+        batch = self._batches.collect(rollout_id, count, timeout=timeout, fewer=fewer, limit=limit)
         if batch is None:
             return []
         queue = self.pool.queue(self.queue_name)
@@ -248,12 +255,13 @@ class StrawDataSource:
         self._batches.finish(rollout_id)
 
     def batch_metrics(self, rollout_id: int, max_staleness: int = -1) -> dict[str, float]:
-        """Staleness of that rollout's batch, under slime's names, with a budget (-1: none) also what is beyond it.
-        `BadInput` if this process has not collected it."""
+        """Staleness of that rollout's batch, under slime's names, with a budget (-1: none) also what is beyond it; and
+        what was begun anew since the batch before. `BadInput` if this process has not collected it."""
         batch = self._batches.collected(rollout_id)
         if batch is None:
             raise BadInput(f"rollout {rollout_id} has no batch here: collect it first")
-        return staleness_metrics((held.task.version for held in batch.batch.groups), batch.served, max_staleness)
+        ages = staleness_metrics((held.task.version for held in batch.batch.groups), batch.served, max_staleness)
+        return {**ages, **self._batches.begun_anew()}
 
     def accept(self, rollout_id: int, samples: Sequence[Any]) -> None:
         """Say what a rollout delivered, for a rollout function of one's own under a manager that does not call

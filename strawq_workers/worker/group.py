@@ -16,7 +16,7 @@ import numpy as np
 
 from strawq.errors import BadInput, EngineUnavailable, Misaligned, OperatorNeeded, OutcomeUnknown, StrawqError
 from strawq.handles import Lease
-from strawq.samples import Group, Int32, Sample, token_count
+from strawq.samples import Group, Int32, Sample, token_count, without_response
 from strawq.work import Change, Work
 from strawq_workers.admission.staleness import Verdict
 from strawq_workers.filters import DynamicFilterOutput
@@ -27,7 +27,7 @@ from strawq_workers.worker.custom import generate_by_function
 from strawq_workers.worker.failing import give_up
 from strawq_workers.worker.freshness import start_anew, verdict_on
 from strawq_workers.worker.generation import check_prefix, finished, generated_tokens, next_step, take_segment
-from strawq_workers.worker.judging import judged
+from strawq_workers.worker.judging import judged_unless
 from strawq_workers.worker.place import EngineGarbled, EngineRefused, Place, PrefixRefused, attempt_of, first_of
 from strawq_workers.worker.reporting import Standing, words
 from strawq_workers.worker.saving import save_as_it_grows
@@ -48,6 +48,8 @@ class GroupRun:
         self.attempt = attempt_of(lease)
         self.work: Work | None = None
         self.samples: dict[int, Sample] = {}
+        self._unbegun: dict[int, Sample] = {}
+        """Samples as they were leased, where nothing had been generated."""
         self.stop = asyncio.Event()
         self.lost = ""
         self.end = ""
@@ -83,11 +85,15 @@ class GroupRun:
 
     def start_over(self, index: int) -> None:
         """Throws away what the sample has: without partial rollout nothing is continued."""
-        sample = self.samples[index]
-        if len(sample.tokens) or sample.metadata:
+        sample, anew = self.samples[index], self._anew(index)
+        if len(sample.tokens) or sample.metadata != anew.metadata:
             self.place.counters.tokens_discarded += generated_tokens(sample)
             self._rewrite = True
-            self.put(Sample(index, prompt_tokens=sample.prompt_tokens))
+            self.put(anew)
+
+    def _anew(self, index: int) -> Sample:
+        """As it was leased, if nothing had been generated for it; else as much of that as can be told."""
+        return self._unbegun[index] if index in self._unbegun else without_response(self.samples[index])
 
     # -- from outside -------------------------------------------------------------------------------------------
 
@@ -176,8 +182,11 @@ class GroupRun:
                 sample = msgspec.structs.replace(sample, prompt_tokens=own_prompt)
             if not place.options.partial_rollout and not finished(sample) and len(sample.tokens):
                 place.counters.tokens_discarded += len(sample.tokens)
-                sample, self._rewrite = Sample(index, prompt_tokens=own_prompt), True
+                sample = msgspec.structs.replace(without_response(sample), prompt_tokens=own_prompt)
+                self._rewrite = True
             self.samples[index] = sample
+            if not len(sample.tokens):
+                self._unbegun[index] = sample
             try:
                 check_prefix(sample, len(self.prompt), place.plan)
             except BadInput as error:
@@ -288,9 +297,9 @@ class GroupRun:
         taken: Sample = await asyncio.to_thread(*taking) if size > IN_THREAD_BYTES else taking[0](*taking[1:])
         if segment.finish == "abort" and not place.options.partial_rollout:
             place.counters.tokens_discarded += len(taken.tokens)
-            taken = Sample(index, prompt_tokens=sample.prompt_tokens)
+            taken = self._anew(index)
         place.counters.tokens_masked += int(sample.loss_mask.sum()) - int(taken.loss_mask[: len(sample.tokens)].sum())
-        if taken is not sample:
+        if taken is not sample or self._rewrite:
             self.put(taken)
 
     def put(self, sample: Sample) -> None:
@@ -331,20 +340,10 @@ class GroupRun:
 
     async def _judge(self) -> DynamicFilterOutput | None:
         """Score and filter the complete group. None if the worker has to stop first: whoever goes on scores it."""
-        judging = asyncio.ensure_future(self._score_and_filter())
-        stopping = asyncio.ensure_future(self.stop.wait())
-        try:
-            await asyncio.wait({judging, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if judging.done():
-                return judging.result()
-            judging.cancel()
-            await asyncio.gather(judging, return_exceptions=True)
+        found = await judged_unless(self.stop, self.place, self._snapshot())
+        if found is None:
             return None
-        finally:
-            stopping.cancel()
-
-    async def _score_and_filter(self) -> DynamicFilterOutput:
-        group, verdict = await judged(self.place, self._snapshot())
+        group, verdict = found
         for sample in group.samples:
             self.put(sample)
         return verdict

@@ -6,6 +6,8 @@ attempt that fails in between leaves no half of their work behind.
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from strawq.samples import Group
@@ -21,6 +23,21 @@ async def judged(place: Place, group: Group) -> tuple[Group, DynamicFilterOutput
     group = await hooks.change(group)
     group = await hooks.score(group)
     return group, await hooks.judge(group)
+
+
+async def judged_unless(stop: asyncio.Event, place: Place, group: Group) -> tuple[Group, DynamicFilterOutput] | None:
+    """The same; None, with nothing of it done, if `stop` is set first."""
+    judging = asyncio.ensure_future(judged(place, group))
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({judging, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if judging.done():
+            return judging.result()
+        judging.cancel()
+        await asyncio.gather(judging, return_exceptions=True)
+        return None
+    finally:
+        stopping.cancel()
 
 
 async def with_text(place: Place, group: Group) -> Group:

@@ -154,11 +154,15 @@ class Worker:
     async def _acquire(self, room: int) -> Leases | None:
         """Leases, or why there are none; None if the worker has to stop."""
         delay, tries = IDLE_S, 0
+        begun = min(room, self.place.admission.begun_only())
         request = self.place.queue.new_request()
         while not self.place.stopping.is_set():
             try:
                 return await self.place.patience.call(
-                    functools.partial(self.place.queue.acquire, room, request_id=request), ending_s=0.0
+                    functools.partial(
+                        self.place.queue.acquire, begun or room, begun_only=bool(begun), request_id=request
+                    ),
+                    ending_s=0.0,
                 )
             except Fenced:
                 request = self.place.queue.new_request()  # session or branch have changed once more in between
@@ -187,7 +191,7 @@ class Worker:
         run = GroupRun(place, lease)
         if self.intake is not None:
             self.intake.leased(lease)
-        place.admission.reserve(run.attempt, range(place.options.samples))
+        place.admission.reserve(run.attempt, range(place.options.samples), begun=lease.stage == "partial")
         task = asyncio.ensure_future(run.run())
         self.runs[task] = run
         task.add_done_callback(self._ended)

@@ -52,7 +52,7 @@ class Codec(Protocol):
 
 class Entry:
     """One group that was fetched: as it came (`original`, and `given` by sample), and as it is now (`group`, without
-    the samples that have not begun)."""
+    the samples of which there is nothing to say)."""
 
     __slots__ = ("attempt", "failures", "given", "group", "key", "leased", "order", "original", "touched")
 
@@ -61,8 +61,7 @@ class Entry:
         self.order = order
         self.original = original
         self.given = {sample.index: sample for sample in group.samples}
-        begun = tuple(sample for sample in group.samples if len(sample.tokens) or finished(sample))
-        self.group = msgspec.structs.replace(group, samples=begun)
+        self.group = msgspec.structs.replace(group, samples=tuple(filter(_has_something, group.samples)))
         self.attempt = 0
         self.failures = 0
         self.leased = False
@@ -122,19 +121,23 @@ class MemorySource:
     async def run(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, functools.partial(call, *args, **options))
 
-    async def acquire(self, count: int = 1, *, request_id: str | None = None) -> Leases:
-        """Leases what waits here, then what the data source has. Being cancelled loses nothing: what was fetched waits
-        for the next call."""
+    async def acquire(self, count: int = 1, *, begun_only: bool = False, request_id: str | None = None) -> Leases:
+        """Leases what waits here, then what the data source has; what was begun is never held back, for a caller may
+        wait for it. Being cancelled loses nothing: what was fetched waits for the next call."""
         del request_id  # nothing is lost on the way, so nothing is asked twice
         if self._paused():
             return Leases("paused")
-        if self.ready_max and len(self._done) >= self.ready_max:
+        full = bool(self.ready_max) and len(self._done) >= self.ready_max
+        begun = [key for key in self._waiting() if self._entries[key].stage == "partial"]
+        if begun and (full or begun_only):
+            return Leases("acquired", tuple(self._lease(key) for key in begun[:count]))
+        if full:
             return Leases("backpressured", (), f"{len(self._done)} complete groups wait to be taken")
-        count = min(count, self._room(count))
+        waiting = len(self._waiting())
+        count = min(count, waiting + self._room(count))
         if count < 1:
             return Leases("backpressured", (), f"{self.window} groups are in hand, complete, or not trained yet")
-        missing = count - len(self._waiting())
-        came = await asyncio.shield(self._fetch(missing)) if missing > 0 else 0
+        came = await asyncio.shield(self._fetch(count - waiting)) if count > waiting else 0
         if self._paused():
             return Leases("paused")
         chosen = self._waiting()[:count]
@@ -244,10 +247,11 @@ class MemorySource:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _room(self, count: int) -> int:
+        """How many groups may be fetched."""
         if not self.window:
             return count
-        leased = sum(entry.leased for entry in self._entries.values())
-        return self.window - leased - len(self._done) - self.untrained
+        done, rest = self.entries()
+        return max(0, self.window - len(rest) - len(done) - self.untrained)
 
     def _paused(self) -> bool:
         return self._pause is not None
@@ -325,11 +329,11 @@ class MemorySource:
 
 
 def _whole(entry: Entry) -> Group:
-    """The group with the samples that have not begun, and with what a sample that began anew has lost of its own."""
-    now = {sample.index: sample for sample in entry.group.samples}
-    for index, given in entry.given.items():
-        sample = now.setdefault(index, Sample(index, payload=given.payload, metadata=given.metadata))
-        if sample.payload is None and given.payload is not None:
-            metadata = {**given.metadata, **sample.metadata}
-            now[index] = msgspec.structs.replace(sample, payload=given.payload, metadata=metadata)
+    """The group with the samples that have not begun."""
+    now = {**entry.given, **{sample.index: sample for sample in entry.group.samples}}
     return msgspec.structs.replace(entry.group, samples=tuple(now[index] for index in sorted(now)))
+
+
+def _has_something(sample: Sample) -> bool:
+    """Whether the sample is more than its prompt: begun, or with fields of its own, which hooks are to see."""
+    return bool(len(sample.tokens) or finished(sample) or sample.payload or sample.metadata or sample.tensors)

@@ -17,7 +17,7 @@ import msgspec
 from strawq.aio import AsyncQueue
 from strawq.handles import Lease, Leases, Reported
 from strawq.inspection import count_tasks
-from strawq.model import Pause
+from strawq.model import Pause, Stage
 from strawq.pool import Pool
 from strawq.work import Change, Work
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class Around(msgspec.Struct, frozen=True):
     """What is so around the work, as of one look: the active branch, the live sessions, the pause and the policy.
     `ready` groups are complete and not trained yet, those in a batch included; `leased` ones are in some worker's
-    hands. `peers`: live sessions by role, in the order they joined."""
+    hands, `begun` ones are partial and in nobody's. `peers`: live sessions by role, in the order they joined."""
 
     branch: str
     sessions: frozenset[str]
@@ -35,6 +35,7 @@ class Around(msgspec.Struct, frozen=True):
     policy_version: str
     ready: int = 0
     leased: int = 0
+    begun: int = 0
     peers: dict[str, tuple[str, ...]] = {}
 
 
@@ -54,7 +55,8 @@ class WorkSource(Protocol):
     async def run(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
         """Any blocking call in a thread of the source's."""
 
-    async def acquire(self, count: int = 1, *, request_id: str | None = None) -> Leases: ...
+    async def acquire(self, count: int = 1, *, begun_only: bool = False, request_id: str | None = None) -> Leases:
+        """`begun_only`: groups that have a prefix, no fresh ones."""
 
     async def open(self, lease: Lease) -> Work: ...
 
@@ -90,8 +92,9 @@ class PoolSource:
     async def run(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
         return await self._queue.run(call, *args, **options)
 
-    async def acquire(self, count: int = 1, *, request_id: str | None = None) -> Leases:
-        return await self._queue.acquire(count, request_id=request_id)
+    async def acquire(self, count: int = 1, *, begun_only: bool = False, request_id: str | None = None) -> Leases:
+        stages: tuple[Stage, ...] = ("partial",) if begun_only else ("partial", "fresh")
+        return await self._queue.acquire(count, stages=stages, request_id=request_id)
 
     async def open(self, lease: Lease) -> Work:
         return await self._queue.open(lease)
@@ -126,7 +129,8 @@ def look(pool: Pool, queue: str) -> Around:
         counts = count_tasks(tasks) if tasks is not None else None
         ready = counts.ready + counts.in_batch if counts is not None else 0
         leased = counts.fresh_leased + counts.partial_leased if counts is not None else 0
-        return Around(state.active.row, sessions, meta.pause, meta.policy_version, ready, leased, peers)
+        begun = counts.partial_pending if counts is not None else 0
+        return Around(state.active.row, sessions, meta.pause, meta.policy_version, ready, leased, begun, peers)
 
     around: Around = pool.log.refresh(view)
     return around

@@ -96,7 +96,7 @@ class Watcher:
         self.peers = around.peers.get(place.options.role, ())
         place.served = around.policy_version
         self._ages_known(around.policy_version)
-        place.admission.observe(around.ready, max(0, around.leased - place.admission.in_flight_groups))
+        place.admission.observe(around.ready, max(0, around.leased - place.admission.in_flight_groups), around.begun)
 
     def _ages_known(self, served: str) -> None:
         """A budget that cannot be kept is said, not passed over: behind a version that is a word nothing has an age."""

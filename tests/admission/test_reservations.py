@@ -345,3 +345,26 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 AdmissionMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestAnyOrderOfReports = AdmissionMachine.TestCase
+
+
+def test_a_full_window_has_room_for_what_was_begun_and_a_trainer_may_wait_for() -> None:
+    gate = Admission(Limits(groups=4, group_size=2, window_groups=5))
+    gate.observe(3, 0, 2)
+    assert (gate.free_groups(), gate.begun_only()) == (2, 2), "two are in the window already, and no fresh one fits"
+    assert gate.reserve("a#2", range(2), begun=True).granted
+    assert (gate.free_groups(), gate.begun_only()) == (1, 1)
+    assert gate.reserve("b#2", range(2), begun=True).granted
+    assert gate.free_groups() == gate.begun_only() == 0
+    assert gate.reserve("c#1", range(2)).reason == "backpressure"
+    gate.observe(3, 0, 0)
+    assert gate.free_groups() == 0
+    gate.release("a#2")
+    gate.observe(2, 0, 0)
+    assert (gate.free_groups(), gate.begun_only()) == (2, 0)
+
+
+def test_slots_bound_what_was_begun_too() -> None:
+    gate = Admission(Limits(groups=2, group_size=2, window_groups=9))
+    gate.observe(0, 0, 5)
+    assert (gate.free_groups(), gate.begun_only()) == (2, 2)
+    assert Admission(Limits(groups=2, group_size=2)).begun_only() == 0, "without a window the queue's order is enough"

@@ -117,32 +117,33 @@ class CoreMachine(RuleBasedStateMachine):
     )
     def acquire(self, session: str, count: int, stages: tuple[Stage, ...]) -> object:
         queue = self.state.branch.queues[QUEUE]
-        ready = queue.count("ready", "pending")
+        ready, partial = queue.count("ready", "pending"), queue.count("partial", "pending")
         command = c.Acquire(queue=QUEUE, branch=self.branch, session=session, count=count, stages=stages)
         try:
             answer = self.ask(command)
         except Fenced:
             assert session not in self.state.sessions
             return multiple()
-        complete = min(ready, count) if "ready" in stages else 0
+        begun = (ready if "ready" in stages else 0) + (partial if "partial" in stages else 0)
         if isinstance(answer, e.Refusal):
-            assert answer.status == "paused" or not complete, "a complete group may always be leased"
+            assert answer.status == "paused" or not begun, "max_ready holds back what has not been begun, nothing else"
             return multiple()
         assert isinstance(answer, e.Acquired)
-        assert len(answer.leases) >= complete
-        bound = queue.row.config.max_ready
-        assert not bound or len(answer.leases) == complete or queue.leased() + queue.count("ready", "pending") <= bound
+        assert len(answer.leases) >= min(begun, count)
+        bound, now = queue.row.config.max_ready, queue.leased() + queue.count("ready", "pending")
+        fresh = any(queue.tasks[task].stage == "fresh" for task, _ in answer.leases)
+        assert not (bound and fresh) or now + queue.count("partial", "pending") <= bound
         return multiple(*((self.branch, session, task, attempt) for task, attempt in answer.leases))
 
     @rule(
         lease=leases,
-        outcome=st.sampled_from(["save", "yield", "complete", "complete", "reopen", "drop", "fail"]),
+        outcome=st.sampled_from(["save", "yield", "complete", "complete", "drop", "fail"]),
         version=st.integers(-1, 4),
     )
     def report(self, lease: tuple[str, str, str, int], outcome: c.Outcome, version: int) -> None:
         branch, session, task, attempt = lease
         ref = self.new_object(1)
-        parts = (Slice(ref.digest, 0, 1),) if outcome in ("save", "yield", "complete", "reopen") else ()
+        parts = (Slice(ref.digest, 0, 1),) if outcome in ("save", "yield", "complete") else ()
         item = c.ReportItem(task, attempt, outcome, parts, 3, version, "reason" if outcome in ("drop", "fail") else "")
         queue = self.state.branch.queues[QUEUE]
         row = queue.tasks.get(task)
@@ -166,9 +167,10 @@ class CoreMachine(RuleBasedStateMachine):
             assert row is not None
             assert (task in accepted) == (row.stage == "ready"), "accepted once, or handed in anew by who leased it"
             accepted[task] = attempt
-        elif outcome == "reopen":
+        elif outcome in ("save", "yield"):
+            # Something new that is not handed in takes a complete group back.
             self.accepted[self.branch].pop(task, None)
-            assert queue.tasks[task].stage == "partial" and queue.tasks[task].pending
+            assert queue.tasks[task].stage == "partial"
 
     @rule(target=batches, session=sessions, count=st.integers(1, 3), fewer=st.booleans())
     def take(self, session: str, count: int, fewer: bool) -> object:

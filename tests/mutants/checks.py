@@ -25,7 +25,7 @@ from strawq.testing.clock import HostClock
 from strawq.testing.scenes import completed, prompts
 from strawq.testing.simulation import simulate
 from strawq.testing.worlds import World
-from strawq.work import Work
+from strawq.work import Change, Work, unchanged
 from tests.lifetime.test_merging import shrink
 
 Check = Callable[[], object]
@@ -270,8 +270,8 @@ def a_group_is_dropped_out_of_a_batch_of_nobody() -> None:
     assert again is not None and again.tasks == (second,) and again.id != batch.id
 
 
-def a_reopened_group_is_work_again_and_in_no_batch() -> None:
-    """Also asked again after a lost reply, and once: a zombie's `reopen` takes nothing back."""
+def a_group_that_is_taken_back_is_work_again_and_in_no_batch() -> None:
+    """Also asked again after a lost reply, and once: a zombie takes nothing back."""
     queue = World().process().queue()
     queue.submit(prompts(["a"]))
     (first,) = queue.acquire(1)
@@ -280,15 +280,16 @@ def a_reopened_group_is_work_again_and_in_no_batch() -> None:
     work, *unaware = (queue.open(lease) for _ in range(4))
     anew = Group(work.task, work.group.prompt, (Sample(0),))
     for each, request in ((work, "anew"), (unaware[0], "anew")):
-        assert queue.reopen(each, anew, request_id=request).accepted == (work.task,)
-    assert queue.reopen(unaware[1], anew).repeated == (work.task,)
+        change = Change(each, "yield", anew, rewrite=True)
+        assert queue.report([change], request_id=request).accepted == (work.task,)
+    assert queue.report([Change(unaware[1], "yield", anew, rewrite=True)]).repeated == (work.task,)
     assert queue.take_batch(1).batch is None
     (again,) = queue.acquire(1)
     group = queue.open(again).group
     assert again.attempt == 3 and not any(len(sample.tokens) for sample in group.samples)
     completed(queue, queue.open(again))
     with pytest.raises(Fenced):
-        queue.reopen(unaware[2], anew)
+        queue.report([Change(unaware[2], "yield", anew, rewrite=True)])
     assert queue.counts().ready == 1
 
 
@@ -310,8 +311,27 @@ def a_full_queue_leases_complete_groups() -> None:
     assert queue.acquire(1, stages=("ready",)).status == "empty"
     completed(queue, queue.open(lease))
     assert queue.acquire(1).status == "backpressured"
-    (ready,) = queue.acquire(2, stages=("ready", "partial", "fresh"))
-    assert ready.task == lease.task
+    ready = queue.acquire(2, stages=("ready", "partial", "fresh"))
+    assert [one.task for one in ready] == [lease.task]
+    queue.report([unchanged(one) for one in ready])
+    pool.pause("weights")
+    assert [again.task for again in queue.acquire(2, stages=("ready",))] == [lease.task], "that begins nothing"
+
+
+def a_full_queue_leases_what_was_begun() -> None:
+    """`oldest_first` waits for the oldest group, also for one that came back after others had filled the queue."""
+    pool = World().process()
+    queue = pool.queue()
+    queue.submit(prompts(["a", "b", "c"]))
+    first, second = queue.acquire(2)
+    work = queue.open(first)
+    begun = Sample(0, tokens=[5], logprobs=[-1.0], versions=(VersionSpan(0, 1, "1"),), status="aborted")
+    queue.yield_(work, Group(work.task, work.group.prompt, (begun,)))
+    completed(queue, queue.open(second))
+    pool.configure("rollout", QueueConfig(max_ready=1))
+    assert queue.acquire(1, stages=("fresh",)).status == "backpressured"
+    assert [one.task for one in queue.acquire(3)] == [first.task]
+    assert queue.acquire(1).status == "backpressured"
 
 
 def an_observer_that_slept_takes_nobody_for_dead() -> None:

@@ -142,3 +142,47 @@ async def test_every_group_is_in_one_place_whatever_happens(seed):
     back = indices(data.buffer)
     assert sorted(trained + dropped + back) == sorted(data.handed_out)
     assert set(dead) <= set(back)
+
+
+async def test_what_was_begun_is_leased_however_much_is_complete():
+    """A caller under `oldest_first` may wait for it."""
+    source = MemorySource(ListSource(8), codec, ready_max=2)
+    source.window = 3
+    first, second, third = await leased(source, 3)
+    await source.report([Change(second, "complete", grown(second, 2, "completed"))])
+    await source.report([Change(third, "complete", grown(third, 2, "completed"))])
+    await source.report([Change(first, "yield", grown(first, 1))])
+    assert source.ready == 2
+    assert [work.task for work in await leased(source, 3)] == [first.task]
+    assert (await source.acquire(1)).status == "backpressured"
+    await source.close()
+
+
+async def test_only_what_was_begun_where_that_is_asked_for():
+    source = MemorySource(ListSource(8), codec)
+    first, second = await leased(source, 2)
+    await source.report([Change(first, "yield"), Change(second, "yield", grown(second, 1))])
+    assert [work.task for work in [await source.open(one) for one in await source.acquire(2, begun_only=True)]] == [
+        second.task
+    ]
+    await source.close()
+
+
+async def test_a_hook_sees_what_a_sample_of_its_own_came_with():
+    """Also where it has not begun, and where its group differs from sample to sample."""
+    data = ListSource(2)
+    give = data.get_samples
+
+    def get_samples(count):
+        groups = give(count)
+        for group in groups:
+            for sample in group:
+                sample.hint = f"hint {sample.index}"
+        return groups
+
+    data.get_samples = get_samples
+    source = MemorySource(data, codec)
+    (work,) = await leased(source, 1)
+    seen = codec.samples_of(work.group, None)
+    assert [sample.hint for sample in seen] == [f"hint {sample.index}" for sample in seen]
+    await source.close()

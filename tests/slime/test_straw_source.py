@@ -16,7 +16,7 @@ from stand_in import Engine, flat, job_args, status
 from strawq import Pool, QueueConfig
 from strawq.errors import BadInput, Damaged, Fenced, OutcomeUnknown, StorageFailed, TryAgain
 from strawq.storage.mounts import mount_of, read_juicefs_settings
-from strawq_workers.slime import StrawDataSource, batches, build_data_source
+from strawq_workers.slime import StrawDataSource, batches, build_data_source, group_of, samples_of
 from strawq_workers.slime.sample import Sample
 
 Make = Callable[..., StrawDataSource]
@@ -362,6 +362,46 @@ def test_a_complete_group_that_comes_back_unfinished_is_work_again_and_no_batch(
     )
 
 
+def test_a_complete_group_all_of_whose_answers_were_thrown_away_is_work_again(make: Make) -> None:
+    source = make()
+    worked(source, 1)
+    (group,) = source.get_samples(1)
+    for sample in group:
+        sample.tokens, sample.rollout_log_probs = sample.tokens[:-4], []
+        sample.response_length, sample.response, sample.reward, sample.loss_mask = 0, "", None, None
+        sample.weight_versions, sample.status = [], status(sample, "pending")
+    source.add_samples([group])
+    assert (counts(source).ready, counts(source).partial_pending) == (0, 1)
+    (lease,) = source.pool.queue().acquire(1)
+    assert not any(len(sample.tokens) for sample in source.pool.queue().open(lease).group.samples)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_complete_group_that_comes_back_as_it_was_or_better_stays_ready_and_is_counted_once(
+    make: Make, scored: bool
+) -> None:
+    source = make()
+    source.fill(1)
+    (lease,) = source.pool.queue().acquire(1)
+    work = source.pool.queue().open(lease)
+    samples = samples_of(work.group)
+    finish(source, samples)
+    for sample in samples:
+        sample.reward = 1.0 if scored else None
+    source.pool.queue().complete(work, group_of(work.task, work.group.prompt, samples, work.group))
+    for better in (False, True):
+        (group,) = source.get_samples(1)
+        if better:
+            for sample in group:
+                sample.reward = 2.0
+        source.add_samples([group])
+        assert (counts(source).ready, counts(source).partial_pending) == (1, 0)
+    queue = source.pool.log.refresh(lambda machine: machine.state.branch.queues["rollout"].row)
+    assert queue.accepted == 1
+    (batch,) = source.collect(0, 1, timeout=0)
+    assert [sample.reward for sample in batch] == [2.0, 2.0]
+
+
 def test_tokens_of_unknown_policies_are_a_mixed_span(make: Make) -> None:
     source = make()
     (group,) = source.get_samples(1)
@@ -459,8 +499,6 @@ def worked(source: StrawDataSource, count: int, version: str = "1") -> None:
     """Complete that many groups, as a worker does."""
     source.fill(count)
     queue = source.pool.queue()
-    from strawq_workers.slime import group_of, samples_of
-
     for lease in queue.acquire(count) if count else ():
         work = queue.open(lease)
         samples = samples_of(work.group)

@@ -2,11 +2,16 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from strawq import Pool, Prompt, QueueConfig, Sample, VersionSpan
-from strawq.errors import BadInput, Damaged, TryAgain
-from strawq.samples import Group
-from strawq_workers import age_gate
+from strawq.core import reports
+from strawq.errors import BadInput, Damaged, OutcomeUnknown, TryAgain
+from strawq.queue import Queue
+from strawq.samples import Group, without_response
+from strawq.work import Change
+from strawq_workers import age_gate, asking
+from strawq_workers.age_gate import AgeGate
 from strawq_workers.collected_lines import collect_to_jsonl
 from strawq_workers.collector import Collector
 from strawq_workers.stale_groups import STALE_DROPS
@@ -123,15 +128,12 @@ def test_a_full_queue_does_not_keep_what_would_relieve_it(pool):
     assert len(pool.queue().acquire(3)) == 1, "max_leased holds again"
 
 
-def test_while_admission_is_paused_the_batch_waits_and_says_for_what(pool):
+def test_a_pause_holds_back_no_batch(pool):
     fill(pool, ["1", "3"])
     pool.publish_version(3)
-    pool.pause("maintenance")
-    with pytest.raises(TryAgain, match=r"complete groups \(1\) are older than max_staleness = 1 .*maintenance"):
-        strict(pool).next_batch(1, timeout=0)
-    assert pool.queue().counts().ready == 2
-    pool.resume()
+    pool.pause("weights")
     assert names(strict(pool).next_batch(1, timeout=0)) == ["g1"]
+    assert pool.queue().counts().partial_pending == 1 and pool.queue().acquire(1).status == "paused"
 
 
 def test_what_is_left_when_the_input_has_ended_is_delivered_late(pool):
@@ -155,24 +157,197 @@ def test_a_batch_that_comes_again_is_the_same_however_old_it_got(pool):
     )
 
 
-def test_one_that_cannot_be_read_is_named_and_nothing_stays_leased(pool, monkeypatch):
-    fill(pool, ["1", "1", "3"])
-    pool.publish_version(3)
-    load, bad = pool.payloads.load, []
+def unreadable(pool, monkeypatch):
+    load = pool.payloads.load
 
     def damaged(held, *more):
-        bad.append(held.task.id)
-        if len(bad) == 2:
+        if held.task.id == "1-0":
             raise Damaged("object abc is not what its name says")
         return load(held, *more)
 
     monkeypatch.setattr(pool.payloads, "load", damaged)
-    with pytest.raises(Damaged, match="abc"):
+
+
+def with_whole_tensors(pool, monkeypatch):
+    """What slime's codec makes of a large array that a sample has as an attribute."""
+    change(pool, lambda sample: replace(sample, tensors={"image": np.arange(6)}, payload=b"of its own"))
+
+
+def change(pool, changed):
+    """Hand the oldest group in anew, changed."""
+    queue = pool.queue()
+    (lease,) = queue.acquire(1, stages=("ready",))
+    work = queue.open(lease)
+    anew = replace(work.group, samples=tuple(changed(sample) for sample in work.group.samples))
+    queue.report([Change(work, "complete", anew, rewrite=True)])
+
+
+def at_its_last_part(pool, monkeypatch):
+    monkeypatch.setattr(reports, "PARTS_PER_TASK", 2)
+
+
+@pytest.mark.parametrize("why", [unreadable, at_its_last_part])
+def test_one_that_cannot_begin_anew_is_delivered_late_and_holds_nobody_up(pool, monkeypatch, caplog, why):
+    fill(pool, ["1", "3"])
+    pool.publish_version(3)
+    why(pool, monkeypatch)
+    with caplog.at_level("WARNING", "strawq.collector"):
+        batch = strict(pool).next_batch(2, timeout=0)
+    assert batch.tasks == ("1-0", "1-1") and batch.metrics()["rollout/staleness/late_groups"] == 1
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert told.startswith("group 1-0 is older than max_staleness allows, and cannot begin anew: ")
+
+
+def test_what_a_sample_came_with_is_there_when_it_begins_anew(pool, monkeypatch):
+    fill(pool, ["1", "3"])
+    with_whole_tensors(pool, monkeypatch)
+    pool.publish_version(3)
+    assert names(strict(pool).next_batch(1, timeout=0)) == ["g1"]
+    (lease,) = pool.queue().acquire(1)
+    sample = pool.queue().open(lease).group.samples[0]
+    assert (len(sample.tokens), sample.payload) == (0, b"of its own")
+    assert np.asarray(sample.tensors["image"][:]).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_group_of_which_one_answer_never_began_begins_anew(pool, monkeypatch):
+    fill(pool, ["1", "3"])
+    routes = np.zeros((1, 1, 1), np.uint8)
+    change(pool, lambda each: each if each.index else replace(without_response(each), status="failed", r3=routes))
+    pool.publish_version(3)
+    assert names(strict(pool).next_batch(1, timeout=0)) == ["g1"]
+    (lease,) = pool.queue().acquire(1)
+    assert not any(len(sample.tokens) for sample in pool.queue().open(lease).group.samples)
+
+
+# -- races and lost replies -------------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_another_takes_between_the_look_and_the_lease_leaves_nothing_leased(pool, monkeypatch):
+    fill(pool, ["1", "1", "3", "3"])
+    pool.publish_version(3)
+    collector, lease = strict(pool), AgeGate._lease_ready
+
+    def late(gate, count):
+        taken = pool.queue().take_batch(2, consumer="other")
+        assert len(taken.batch.tasks) == 2
+        return lease(gate, count)
+
+    monkeypatch.setattr(AgeGate, "_lease_ready", late)
+    assert names(collector.next_batch(2, timeout=0)) == ["g2", "g3"]
+    assert not pool.queue().leased()
+
+
+@pytest.mark.parametrize("call", ["acquire", "report"])
+def test_leases_whose_fate_nobody_knew_are_given_back_by_the_next_call(pool, monkeypatch, call):
+    fill(pool, ["1", "3"])
+    pool.publish_version(3)
+    collector, usual, said = strict(pool), getattr(Queue, call), []
+
+    def unknown(queue, *given, **named):
+        if len(said) == 5:  # as often as it is asked for again
+            return usual(queue, *given, **named)
+        said.append(said[0] if said else usual(queue, *given, **named))
+        raise OutcomeUnknown("the reply was lost")
+
+    monkeypatch.setattr(asking, "AGAIN_SECONDS", (0.0,) * 4)
+    monkeypatch.setattr(Queue, call, unknown)
+    with pytest.raises(OutcomeUnknown):
+        collector.next_batch(1, timeout=0)
+    assert len(said) == 5
+    assert names(collector.next_batch(1, timeout=0)) == ["g1"]
+    assert not pool.queue().leased() and pool.queue().counts().partial_pending == 1
+
+
+def test_the_last_worker_may_leave_between_the_look_and_the_lease(pool, monkeypatch):
+    """It hears that the queue is used up: nobody would begin the group anew."""
+    fill(pool, ["1", "3", "3"])
+    queue = pool.queue()
+    queue.submit([Prompt(group_id="last", tokens=[1])])
+    queue.seal()
+    (last,) = queue.acquire(1)
+    pool.publish_version(3)
+    lease = AgeGate._lease_ready
+
+    def after_the_last_one(gate, count):
+        work = queue.open(last)
+        sample = Sample(0, [1], [-0.5], versions=(VersionSpan(0, 1, "3"),), status="completed", reward=1)
+        queue.complete(work, Group(work.task, work.group.prompt, (sample,)))
+        assert queue.acquire(1).status == "sealed"
+        return lease(gate, count)
+
+    monkeypatch.setattr(AgeGate, "_lease_ready", after_the_last_one)
+    batch = strict(pool).next_batch(4, timeout=0)
+    assert names(batch) == ["g0", "g1", "g2", "last"] and batch.metrics()["rollout/staleness/late_groups"] == 1
+
+
+def test_while_it_is_leased_to_begin_anew_no_worker_takes_the_queue_for_used_up(pool, monkeypatch):
+    fill(pool, ["1", "3"])
+    queue, heard = pool.queue(), []
+    queue.submit([Prompt(group_id="last", tokens=[1])])
+    queue.seal()
+    (last,) = queue.acquire(1)
+    pool.publish_version(3)
+    judged = AgeGate._judged
+
+    def and_meanwhile(gate, change):
+        work = queue.open(last)
+        sample = Sample(0, [1], [-0.5], versions=(VersionSpan(0, 1, "3"),), status="completed", reward=1)
+        queue.complete(work, Group(work.task, work.group.prompt, (sample,)))
+        heard.append(queue.acquire(1).status)
+        return judged(gate, change)
+
+    monkeypatch.setattr(AgeGate, "_judged", and_meanwhile)
+    assert names(strict(pool).next_batch(2, timeout=0)) == ["g1", "last"]
+    assert heard == ["empty"] and len(queue.acquire(1)) == 1
+
+
+def test_a_version_that_is_published_between_the_look_and_the_take_is_no_way_in(pool, monkeypatch):
+    fill(pool, ["1", "1", "9"])
+    pool.publish_version(2)
+    collector = strict(pool)
+    take = Collector._take
+
+    def later(self, *given):
+        if pool.policy_version() == "2":
+            pool.publish_version(9)
+        return take(self, *given)
+
+    monkeypatch.setattr(Collector, "_take", later)
+    assert names(collector.next_batch(1, timeout=0)) == ["g2"]
+    assert pool.queue().counts().partial_pending == 2 and pool.queue().counts().ready == 0
+
+
+def test_a_rollback_in_the_middle_is_told_by_nobody_as_a_drop(pool, monkeypatch):
+    fill(pool, ["1", "3"])
+    pool.publish_version(3)
+    pool.checkpoint("before")
+    collector, judged = strict(pool), AgeGate._judged
+
+    def rolled_back(gate, change):
+        monkeypatch.setattr(AgeGate, "_judged", judged)
+        pool.rollback("before")
+        return judged(gate, change)
+
+    monkeypatch.setattr(AgeGate, "_judged", rolled_back)
+    batch = collector.next_batch(1, timeout=0)
+    assert names(batch) == ["g1"] and batch.metrics()["rollout/staleness/dropped_groups"] == 1
+
+
+def test_portions_are_bounded_by_groups_and_by_tokens(pool, monkeypatch):
+    fill(pool, ["1"] * 5)
+    pool.publish_version(3)
+    portions, portion = [], age_gate._portion
+
+    def told(changes):
+        first, rest = portion(changes)
+        portions.append(len(first))
+        return first, rest
+
+    monkeypatch.setattr(age_gate, "_portion", told)
+    monkeypatch.setattr(age_gate, "TOKENS_AT_ONCE", 7)  # a group has six
+    with pytest.raises(TryAgain):
         strict(pool).next_batch(1, timeout=0)
-    counts = pool.queue().counts()
-    assert counts.ready == 3 and counts.partial_pending == 0
-    pool.queue().drop_tasks([bad[1]], "its object is damaged")
-    assert names(strict(pool).next_batch(1, timeout=0)) == ["g2"]
+    assert portions == [2, 2, 1] and pool.queue().counts().partial_pending == 5
 
 
 @pytest.mark.parametrize("policy", ["admit", "oldest_first"])

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+import numpy as np
 import pytest
 
 from strawq import Prompt
@@ -12,7 +13,7 @@ from strawq_workers.stale_groups import STALE_DROPS
 WAIT_S = 20
 
 
-def partial(stage, version: str, *, count: int = 8, metadata=None) -> None:
+def partial(stage, version: str, *, count: int = 8, metadata=None, **own) -> None:
     """A pending group whose tokens are of `version`."""
     stage.queue.submit([Prompt(group_id="old", tokens=[5, 6, 7])])
     (lease,) = stage.queue.acquire(1)
@@ -24,7 +25,7 @@ def partial(stage, version: str, *, count: int = 8, metadata=None) -> None:
         Sample(
             index, tokens=[9] * count, logprobs=[-1.0] * count, versions=(VersionSpan(0, count, version),),
             status="aborted", segments=(SegmentInfo(0, count, record, "original"),),
-            metadata=dict(metadata or {}) if index == 0 else {},
+            metadata=dict(metadata or {}) if index == 0 else {}, **own,
         )
         for index in range(2)
     )  # fmt: skip
@@ -47,6 +48,21 @@ async def test_a_prefix_beyond_the_budget_is_thrown_away_and_its_prompt_starts_a
         for sample in group.samples:
             assert [span.version for span in sample.versions] == ["5"] and len(sample.tokens) == 24
         assert group.samples[0].metadata == {STALE_DROPS: 1}, "the account of the prompt goes with the group"
+
+
+@pytest.mark.parametrize("partial_rollout", [True, False])
+async def test_what_a_sample_came_with_outlives_its_new_beginning(stage_of, partial_rollout):
+    """Large arrays among the fields of slime's samples stand beside the payload, and cannot be left out once saved."""
+    async with stage_of(weight_version="5") as stage:
+        partial(stage, "3", tensors={"image": np.arange(6)}, payload=b"of its own")
+        stage.queue.seal()
+        stage.pool.publish_version(5)
+        summary = await stage.run(**drop(partial_rollout=partial_rollout))
+        assert summary.counters.groups_failed == 0 and summary.counters.groups_accepted == 1
+        (group,) = stage.groups(stage="ready")
+        for sample in group.samples:
+            assert len(sample.tokens) == 24 and sample.payload == b"of its own"
+            assert np.asarray(sample.tensors["image"][:]).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 async def test_a_prefix_within_the_budget_is_continued(stage_of):

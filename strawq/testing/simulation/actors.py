@@ -226,10 +226,10 @@ class Trainer(Actor):
         while True:
             self.wait(0.3)
             if self.chance.random() < 0.15:
-                self.reopen()
+                self.take_back()
             self.step(self.chance.randint(1, 3), self.chance.random() < 0.3, 0.7)
 
-    def reopen(self) -> None:
+    def take_back(self) -> None:
         """Take complete groups out of what is ready: some begin anew, the others go back as they were."""
         request = self.request()
         answer = self.ask(lambda: self.queue.acquire(2, stages=("ready",), request_id=request))
@@ -238,7 +238,7 @@ class Trainer(Actor):
             group = self.read(lease.held, functools.partial(self.is_current, lease))
             if group is not None and self.chance.random() < 0.6:
                 anew = begun_anew(group, lease.task)
-                changes.append(Change(Work(lease, group), "reopen", anew, rewrite=True))
+                changes.append(Change(Work(lease, group), "yield", anew, rewrite=True))
             elif group is not None:
                 changes.append(Change(Work(lease, group), "yield"))
         if changes:

@@ -178,7 +178,8 @@ class Book:
         self.line.producers[event.producer] = event.cursor
 
     def _acquired(self, event: e.Acquired, commands: Iterable[c.Acquire]) -> None:
-        require(not self.line.paused, "a lease was given while admission is paused")
+        asked = [set(command.stages) for command in commands]
+        require(not self.line.paused or {"ready"} in asked, "a lease was given while admission is paused")
         require(event.session in self.sessions, f"session {event.session} is not live and was given leases")
         for key, attempt in event.leases:
             note = self.line.notes.get(key)
@@ -186,7 +187,7 @@ class Book:
                 raise Violation(f"task {key} was leased and never submitted on branch {self.branch}")
             require(self._pending(note), f"task {key} was leased to {event.session} while it is {note}")
             require(
-                any(note.stage in command.stages for command in commands),
+                any(note.stage in stages for stages in asked),
                 f"task {key} is {note.stage} and was leased to one who did not ask for that",
             )
             require(attempt > note.attempt, f"task {key} was leased with attempt {attempt} after {note.attempt}")
@@ -208,17 +209,15 @@ class Book:
                 f"lease is {note.lease} ({note})",
             )
             require(event.session in self.sessions, f"session {event.session} is not live and its report was accepted")
+            before = note.stage
             if item.parts:
                 note.tokens = promise.tokens[item.task]
-                if note.stage == "fresh":
-                    note.stage = "partial"
+                note.stage = "partial"
             if item.outcome != "save":
                 note.lease = None
             if item.outcome == "complete":
-                require(note.stage != "ready", f"task {item.task} was accepted twice")
+                require(before != "ready", f"task {item.task} was accepted twice")
                 note.stage = "ready"
-            elif item.outcome == "reopen":
-                note.stage = "partial" if note.stage == "ready" else note.stage
             elif item.outcome == "drop":
                 note.ended = "dropped"
             elif item.outcome == "fail":
