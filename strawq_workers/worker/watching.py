@@ -101,11 +101,8 @@ class Watcher:
     def _ages_known(self, served: str) -> None:
         """A budget that cannot be kept is said, not passed over: behind a version that is a word nothing has an age."""
         unknown = served not in ("", "default") and policy_number(served) == UNVERSIONED
-        if unknown and self.place.options.max_staleness >= 0 and f"v {served}" not in self._said:
-            self._said.add(f"v {served}")
-            log.warning(
-                "policy version %s is no number: no group has an age, and --max-staleness bounds nothing", served
-            )
+        if unknown and self.place.options.max_staleness >= 0:
+            self._once(f"policy version {served} is no number: no group has an age, and --max-staleness bounds nothing")
 
     def _settle_unconfirmed(self) -> None:
         if len(self.place.unconfirmed) and (self._settling is None or self._settling.done()):
@@ -124,17 +121,20 @@ class Watcher:
             if run.lost:
                 continue
             if lease.branch != around.branch:
-                self._say(f"the pool went from branch {lease.branch} to {around.branch}")
-                self.place.counters.branches_left += f"b {lease.branch}" not in self._said
-                self._said.add(f"b {lease.branch}")
+                self.place.counters.branches_left += self._once(
+                    f"the pool went from branch {lease.branch} to {around.branch}: its groups are dropped, their "
+                    "requests aborted; going on with new work"
+                )
                 run.lose(f"branch {around.branch} is active")
             elif lease.session not in around.sessions:
                 run.lose(f"session {lease.session} has ended")
 
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            log.warning("%s: its groups are dropped, their requests aborted; going on with new work", what)
+    def _once(self, text: str) -> bool:
+        """Warns of what has not been said before; whether it had not."""
+        if new := text not in self._said:
+            self._said.add(text)
+            log.warning("%s", text)
+        return new
 
     # -- pause --------------------------------------------------------------------------------------------------
 
