@@ -252,13 +252,13 @@ def _swept_content(epoch: int, files: int, closed: int) -> bytes:
 
 
 def _plan_leftovers(pool: Pool, seen: _Reachable, removals: list[Removal], unknown: list[str]) -> None:
-    """Staging files of processes without a live session that do not grow, and heartbeats of sessions that have ended.
+    """Staging files of processes without a live session that do not grow, and what sessions that have ended left.
     Both are looked at twice: a process writes its first heartbeat just before it joins, and taking a staging file that
     is wanted after all costs a rewrite."""
     beats = [read_beat(pool.files, session) for session in seen.sessions]
     live = {beat.instance for beat in beats if beat is not None} | {pool.instance}
     staged = _staging_sizes(pool, live)
-    ended = _ended_sessions(pool, seen, unknown)
+    ended = _of_ended_sessions(pool, seen, unknown)
     if not staged and not ended:
         return
     pool.clock.sleep(STAGING_LOOK_SECONDS)
@@ -266,10 +266,9 @@ def _plan_leftovers(pool: Pool, seen: _Reachable, removals: list[Removal], unkno
     same = sorted(path for path, size in staged.items() if again.get(path) == size)
     removals += [Removal(path, staged[path], "staging of a process that is gone") for path in same]
     joined: _Reachable = pool.log.refresh(_reachable)
-    for session in ended:
+    for session, path, why in ended:
         if session not in joined.sessions:
-            path = layout.session_file(session)
-            removals.append(Removal(path, _size(pool, path), "heartbeat of a session that has ended"))
+            removals.append(Removal(path, _size(pool, path), why))
 
 
 def _staging_sizes(pool: Pool, live: set[str]) -> dict[str, int]:
@@ -277,14 +276,23 @@ def _staging_sizes(pool: Pool, live: set[str]) -> dict[str, int]:
     return {f"{layout.STAGING}/{name}": _size(pool, f"{layout.STAGING}/{name}") for name in names}
 
 
-def _ended_sessions(pool: Pool, seen: _Reachable, unknown: list[str]) -> list[str]:
+_OF_SESSIONS = {
+    "json": "heartbeat of a session that has ended",
+    "work.json": "counts of a worker whose session has ended",
+}
+"""What a session leaves, by what follows its id in the name; an id has no dot."""
+
+
+def _of_ended_sessions(pool: Pool, seen: _Reachable, unknown: list[str]) -> list[tuple[str, str, str]]:
+    """The session, the path and what it is, of each file of a session that has ended."""
     ended = []
     for name in pool.files.names(layout.SESSIONS):
-        session, _, suffix = name.rpartition(".")
-        if suffix != "json":
-            unknown.append(f"{layout.SESSIONS}/{name}")
+        session, _, kind = name.partition(".")
+        path = f"{layout.SESSIONS}/{name}"
+        if kind not in _OF_SESSIONS:
+            unknown.append(path)
         elif session not in seen.sessions and session != pool.keeper.current:
-            ended.append(session)
+            ended.append((session, path, _OF_SESSIONS[kind]))
     return ended
 
 

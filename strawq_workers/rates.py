@@ -3,7 +3,8 @@ time.
 
 The rule: counts of groups are the log's, so they are right whoever asks; counts of tokens and requests are those that
 workers have left beside their heartbeats (`worker.counts`), a few seconds old. Everything is a difference of totals
-between two looks of this process.
+between two looks of this process. A worker of which there was nothing before began with nothing if it began since the
+first look, and else with what it has counted by now: how long it has counted is in its file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from strawq.pool import Pool
-from strawq_workers.worker.counts import read_counts
+from strawq_workers.worker.counts import WorkerCounts, read_counts
 from strawq_workers.worker.metrics import Counters
 
 SUMS = {
@@ -48,8 +49,8 @@ class Rates:
         self._queue = queue
         self._clock = clock
         self._before = self._look()
-        self._counters = read_counts(pool, queue)
-        self._at = clock()
+        self._counts = read_counts(pool, queue)
+        self._began = self._at = clock()
 
     def since_last(self) -> dict[str, float]:
         """Names as slime's where it has one. `rollout/dynamic_filter/drop_<reason>`, `dropped_groups` and
@@ -58,10 +59,10 @@ class Rates:
         groups that were dropped as stale, or delivered late; `rollout/workers` that have left counts;
         `rollout/engine_idle_share` (of the time of engines that are up: without a request of the worker's) and
         `rollout/event_loop_lag_ms_p99` (of the worst worker), if there are any. Raises what the log raises."""
-        now, counters, at = self._look(), read_counts(self._pool, self._queue), self._clock()
-        found = self._groups(now, at - self._at) | self._work(counters)
+        now, counts, at = self._look(), read_counts(self._pool, self._queue), self._clock()
+        found = self._groups(now, at - self._at) | self._work(counts, at - self._began)
         self._before, self._at = now, at
-        self._counters |= counters
+        self._counts |= counts
         return found
 
     def _groups(self, now: _Look, seconds: float) -> dict[str, float]:
@@ -79,23 +80,28 @@ class Rates:
             found["rollout/accepted_groups_per_hour"] = accepted * _HOUR_S / seconds
         return found
 
-    def _work(self, counters: Mapping[str, Counters]) -> dict[str, float]:
+    def _work(self, counts: Mapping[str, WorkerCounts], seconds: float) -> dict[str, float]:
+        """`seconds`: since the first look."""
+        pairs = [(one.counters, self._counters_before(one, seconds)) for one in counts.values()]
+
         def added(name: str) -> float:
-            none = Counters()
-            total: float = sum(
-                getattr(now, name) - getattr(self._counters.get(instance, none), name)
-                for instance, now in counters.items()
-            )
+            total: float = sum(getattr(now, name) - getattr(before, name) for now, before in pairs)
             return total
 
         found: dict[str, float] = {metric: added(name) for metric, name in SUMS.items()}
-        found["rollout/workers"] = len(counters)
+        found["rollout/workers"] = len(pairs)
         engine_seconds = added("engine_seconds")
         if engine_seconds > 0:
             found["rollout/engine_idle_share"] = min(1.0, added("engine_idle_seconds") / engine_seconds)
-        if counters:
-            found["rollout/event_loop_lag_ms_p99"] = max(one.loop_lag_ms_p99 for one in counters.values())
+        if pairs:
+            found["rollout/event_loop_lag_ms_p99"] = max(now.loop_lag_ms_p99 for now, _ in pairs)
         return found
+
+    def _counters_before(self, now: WorkerCounts, seconds: float) -> Counters:
+        known = self._counts.get(now.instance)
+        if known is not None:
+            return known.counters
+        return Counters() if now.seconds <= seconds else now.counters
 
     def _look(self) -> _Look:
         def view(machine: Any) -> _Look:

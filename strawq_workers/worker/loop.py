@@ -81,7 +81,7 @@ class Worker:
             for task in (*around, admitting):
                 task.cancel()
             await asyncio.gather(*around, return_exceptions=True)
-            await leave_counts(self.place, 0)
+            await leave_counts(self.place, 0, clock() - started)
         if self.place.fatal is not None:
             raise self.place.fatal
         place = self.place

@@ -1,20 +1,22 @@
 """What a trainer sees of its workers: counts that they leave, and what has happened between two batches."""
 
 import asyncio
+import functools
 import time
 
 import msgspec
 import pytest
 
 from strawq import Pool, Prompt
+from strawq.garbage import collect_garbage
 from strawq_workers.collector import Collector
 from strawq_workers.rates import Rates
-from strawq_workers.worker.counts import WorkerCounts, read_counts
+from strawq_workers.worker.counts import WorkerCounts, keep_counts, read_counts
 from strawq_workers.worker.metrics import Counters, percentile, watch_loop
 
 
-def leave(pool, session: str, instance: str, queue: str = "rollout", **counted) -> None:
-    counts = WorkerCounts(instance, queue, 0, Counters(**counted))
+def leave(pool, session: str, instance: str, queue: str = "rollout", seconds: float = 0.0, **counted) -> None:
+    counts = WorkerCounts(instance, queue, 0, Counters(**counted), seconds)
     pool.files.replace(f"sessions/{session}.work.json", msgspec.json.encode(counts))
 
 
@@ -80,7 +82,7 @@ def test_a_worker_that_lost_its_session_is_counted_once(pool):
     leave(pool, "a-1", "a", tokens_generated=100, requests=4)
     leave(pool, "a-2", "a", tokens_generated=130, requests=6)
     pool.files.replace("sessions/x.work.json", b"{ half")
-    assert {name: counted.tokens_generated for name, counted in read_counts(pool, "rollout").items()} == {"a": 130}
+    assert {name: left.counters.tokens_generated for name, left in read_counts(pool, "rollout").items()} == {"a": 130}
 
 
 def test_after_a_rollback_nothing_is_counted_backwards(pool):
@@ -99,6 +101,47 @@ def test_collection_takes_the_counts_of_workers_that_are_gone(pool):
     leave(pool, "gone-1", "gone", requests=1)
     collected = pool.gc()
     assert read_counts(pool, "rollout") == {} and collected.unknown == ()
+    assert collected.by_reason == {"counts of a worker whose session has ended": 1}
+
+
+def test_collection_leaves_the_counts_of_workers_that_live(pool):
+    with Pool.open(pool.path) as worker:
+        session = worker.keeper.require()
+        leave(pool, session, worker.instance, requests=1)
+        leave(pool, pool.keeper.require(), pool.instance, requests=2)
+        assert collect_garbage(pool, dry_run=True)[0].removals == ()
+        assert pool.gc().files == 0
+        assert set(read_counts(pool, "rollout")) == {worker.instance, pool.instance}
+    pool.gc()
+    assert set(read_counts(pool, "rollout")) == {pool.instance}
+
+
+def test_a_worker_that_was_at_work_before_is_not_told_its_whole_life_when_its_file_comes_back(pool):
+    """Its file was missing at the first look: what it counted before that was not since then."""
+    now = [1000.0]
+    rates = Rates(pool, clock=lambda: now[0])
+    now[0] += 6.0
+    leave(pool, "a-1", "a", seconds=900.0, tokens_generated=10_000, requests=5)
+    leave(pool, "b-1", "b", seconds=4.0, tokens_generated=70, requests=1)
+    found = rates.since_last()
+    assert found["rollout/generated_tokens"] == 70, "only b began since"
+    now[0] += 60.0
+    leave(pool, "a-1", "a", seconds=960.0, tokens_generated=10_400, requests=7)
+    leave(pool, "c-1", "c", seconds=62.0, tokens_generated=9, requests=1)
+    assert rates.since_last()["rollout/generated_tokens"] == 409, "c began since these looks began"
+
+
+async def test_a_worker_leaves_counts_as_soon_as_it_has_a_session(stage_of, monkeypatch):
+    """Whoever looks right after finds them, and counts from there."""
+    monkeypatch.setattr("strawq_workers.worker.loop.keep_counts", functools.partial(keep_counts, seconds=3600.0))
+    async with stage_of() as stage:
+        stage.submit(1)
+        stage.stand_at(3)
+        task = stage.start()
+        (counts,) = (await stage.until("its counts", lambda: read_counts(stage.pool, "rollout"), task)).values()
+        assert counts.counters.tokens_generated <= 2 * 3
+        await stage.go_on()
+        await task
 
 
 @pytest.mark.parametrize(
