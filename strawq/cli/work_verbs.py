@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from strawq_workers.collected_lines import CollectSummary
     from strawq_workers.collector import Collector
 
+STALE_DROPS_MAX = 3
 MaxStaleness = Annotated[
     int,
     typer.Option("--max-staleness", min=-1, help="Policy versions that a group's oldest token may lag (-1: any)."),
@@ -113,7 +114,7 @@ def work(
     max_staleness: MaxStaleness = -1,
     staleness_policy: StalenessPolicy = "admit",
     batch_groups: Annotated[int, typer.Option("--batch-groups", help="Groups of a training batch, for that.")] = 0,
-    stale_drops_max: StaleDropsMax = 3,
+    stale_drops_max: StaleDropsMax = STALE_DROPS_MAX,
     version_wait_s: Annotated[
         float, typer.Option("--version-wait-s", help="Wait so long for engines to report a new version.")
     ] = 60.0,
@@ -198,6 +199,7 @@ def work(
     ):
         del given[name]
     _check_launch(ray, ray_address, processes, workers, worker_index)
+    _require_budget(max_staleness, staleness_policy, stale_drops_max)
     with opened(pool, role=role) as open_pool:
         chosen = pick_queue(open_pool, queue).name
     from strawq.cli.work_command import typed_names
@@ -247,6 +249,16 @@ def _check_launch(ray: bool, ray_address: str, processes: int, workers: int, wor
         )
 
 
+def _require_budget(max_staleness: int, staleness_policy: str, stale_drops_max: int) -> None:
+    """No option is ignored in silence."""
+    from strawq.errors import BadInput
+
+    if max_staleness < 0 and staleness_policy != "admit":
+        raise BadInput(f"--staleness-policy {staleness_policy} says how --max-staleness is kept: give that too")
+    if staleness_policy != "drop" and stale_drops_max != STALE_DROPS_MAX:
+        raise BadInput("--stale-drops-max is of --staleness-policy drop: give that too, or leave it out")
+
+
 def _json_object(text: str, option: str) -> dict[str, Any]:
     import msgspec
 
@@ -281,7 +293,7 @@ def collect(
     ] = False,
     max_staleness: MaxStaleness = -1,
     staleness_policy: StalenessPolicy = "admit",
-    stale_drops_max: StaleDropsMax = 3,
+    stale_drops_max: StaleDropsMax = STALE_DROPS_MAX,
     as_json: bool = False,
 ) -> Answer:
     """Take batches of complete groups, as JSON lines.
@@ -295,6 +307,7 @@ def collect(
 
     if not finish and out:
         raise BadInput("--keep only shows groups; leave --out away, or use --finish")
+    _require_budget(max_staleness, staleness_policy, stale_drops_max)
     if not finish and staleness_policy == "drop":
         raise BadInput("--keep only shows groups; leave --staleness-policy drop away, or use --finish")
     with contextlib.ExitStack() as stack:

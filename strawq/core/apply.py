@@ -88,7 +88,7 @@ def _expired(state: State, event: e.Expired, _seq: int, _where: Where) -> None:
 
 def _release_session(state: State, session: str, expired: bool) -> None:
     """Leases go back to their last durable input; batches wait for redelivery. Only a lost process counts against the
-    task."""
+    task, and not against one that was complete: it was no work that killed the process."""
     for name in state.branch.queues:
         queue = state.branch.queues[name]
         for number in sorted(queue.held_batches.get(session, ())):
@@ -96,8 +96,9 @@ def _release_session(state: State, session: str, expired: bool) -> None:
         held = sorted(queue.held.get(session, ()))
         for key in held:
             task = queue.tasks[key]
-            expirations = task.expirations + expired
-            dead = expired and expirations >= queue.row.config.max_expirations
+            lost = expired and task.stage != "ready"
+            expirations = task.expirations + lost
+            dead = lost and expirations >= queue.row.config.max_expirations
             reason = f"lost with its process {expirations} times" if dead else task.reason
             queue.tasks.put(key, replace(task, session="", expirations=expirations, failed=dead, reason=reason))
         if expired and held:

@@ -8,9 +8,9 @@ The staleness of a group is the served policy version minus the oldest version o
   late and counted in `over_limit`.
 - `oldest_first`: `admit`, and a batch waits for an older group whenever leaving it out would make it, or one behind it,
   miss the budget. Nothing is discarded and no group exceeds the budget; the trainer may wait for a straggler.
-- `drop`: a group beyond the budget is dropped, and its prompt goes back as fresh. Drops are counted per prompt. The
-  drop before the last one allowed warns; a prompt that has used up `max_drops_per_prompt` is delivered late instead of
-  starving, because dropping the slow prompts for ever is a bias, and is counted in `over_limit`.
+- `drop`: `admit`, and a group beyond the budget is dropped, and its prompt begins anew. Drops are counted per prompt.
+  The drop before the last one allowed warns; a prompt that has used up `max_drops_per_prompt` is delivered late
+  instead of starving, because dropping the slow prompts for ever is a bias, and is counted in `over_limit`.
 
 In all three the oldest versions are taken first, unversioned groups last, ties in the order they were leased. A group
 whose version is unknown, or newer than the served one (after a rollback), has no staleness and is never dropped.
@@ -65,9 +65,10 @@ def _age_order(candidate: Candidate) -> tuple[bool, int, int]:
     return (version is None, version or 0, candidate.order)
 
 
-def window_groups(max_staleness: int | None, policy: Policy, batch_groups: int) -> int | None:
-    """Most groups that may be ready, in a batch or in flight: `max_staleness` + 1 training batches. None: no bound."""
-    return None if max_staleness is None or policy == "drop" else (max_staleness + 1) * batch_groups
+def window_groups(max_staleness: int | None, batch_groups: int) -> int | None:
+    """Most groups that may be begun and not trained: `max_staleness` + 1 training batches. None: no bound. Under `drop`
+    too: what is begun beyond that is too old before its batch comes."""
+    return None if max_staleness is None else (max_staleness + 1) * batch_groups
 
 
 class StalenessBudget:
@@ -108,7 +109,7 @@ class StalenessBudget:
 
     def admissible(self, unconsumed_groups: int) -> int | None:
         """Groups that may be admitted now, given those ready or in flight in the whole pool; None for no bound."""
-        window = window_groups(self.max_staleness, self.policy, self.batch_groups)
+        window = window_groups(self.max_staleness, self.batch_groups)
         return None if window is None else max(0, window - unconsumed_groups)
 
     def judge(self, candidate: Candidate, served_version: int | None) -> Verdict:

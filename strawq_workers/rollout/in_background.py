@@ -169,9 +169,8 @@ class InBackground:
         begin_batch(source, self._options, count)
         place.changed.set()
         source.policy_version = await served_version(place.fleet) or source.policy_version
-        if not self._over.is_set():
-            begin_stale_anew(source, place)
-        while source.ready < count or waits_for_older(source, self._options, self.worker.runs.values(), count):
+        place.served = source.policy_version  # what is handed in from now on is judged by that
+        while self._waits(count):
             self._raise_dead(place)
             if stop.is_set():
                 raise Interrupted(f"rollout {rollout_id} was told to stop with {source.ready} of {count} groups")
@@ -183,6 +182,14 @@ class InBackground:
             source.arrived.clear()
             await first_of(source.arrived, self._over, stop, timeout=LOOK_S)
         return await self._taken(count, rollout_id, stop)
+
+    def _waits(self, count: int) -> bool:
+        """Whether the batch is not there yet. What is too old for it begins anew, while somebody works."""
+        if not self._over.is_set():
+            begin_stale_anew(self.source, self.worker.place)
+        return self.source.ready < count or waits_for_older(
+            self.source, self._options, self.worker.runs.values(), count
+        )
 
     async def _taken(self, count: int, rollout_id: int, stop: asyncio.Event) -> Taken:
         source, place = self.source, self.worker.place

@@ -14,15 +14,17 @@ from typing import Any
 
 import msgspec
 
-from strawq.errors import BadInput, TryAgain
+from strawq.errors import BadInput, EngineUnavailable, TryAgain
 from strawq.pool import Pool
 from strawq_workers.admission.slots import total_slots
+from strawq_workers.asking import publish_if_newer
 from strawq_workers.rates import Rates, summed
 from strawq_workers.rollout.failures import Failures
 from strawq_workers.rollout.local_workers import LocalWorkers
 from strawq_workers.rollout.selection import refuse_all_samples_hook, select
 from strawq_workers.rollout.settings import StrawSource, batch_size, config_of, local_workers, options_of, worker_wait_s
 from strawq_workers.rollout.station import Station
+from strawq_workers.rollout.synchronous import served_version
 from strawq_workers.slime.lineage import require_line
 from strawq_workers.stale_groups import AgeLimit
 from strawq_workers.worker.freshness import age_limit
@@ -56,6 +58,7 @@ class OnPool:
         self._failures = Failures(straw.pool, straw.queue_name, max(self._options.refusals_max, self._slots))
         self._rates = Rates(straw.pool, straw.queue_name)
         self._limit = age_limit(self._options)
+        self._asks_engines = True
         _bound(straw.pool, straw.queue_name, batch_size(args), self._slots)
         count = local_workers(args)
         if count:
@@ -67,9 +70,25 @@ class OnPool:
         if self._options.max_staleness == 0 and rollout_id:
             # Nothing may be started before the batch before is trained; who asks for the next one has trained it.
             self._straw.finish(rollout_id - 1)
+        if self._asks_engines:
+            self._station.loop.call(self._learn)
         samples = self._wait_for(rollout_id, batch_size(args), worker_wait_s(args))
         metrics = self._metrics(rollout_id, samples)
         return select(args, samples, self._station.data_source), metrics
+
+    async def _learn(self, stop: asyncio.Event) -> None:
+        """Tell the pool which weights the engines have: a trainer that updates them may not know of it, and ages count
+        from there."""
+        try:
+            served = await served_version(await self._station.fleet(self._options, stop))
+        except EngineUnavailable as error:
+            # Workers elsewhere may reach them all the same, and waiting each time would hold the trainer up.
+            self._asks_engines = False
+            log.warning(
+                "which weights the engines have is not asked any more, they cannot be reached from here: %s", error
+            )
+        else:
+            await asyncio.to_thread(publish_if_newer, self._straw.pool, served, self._straw.branch)
 
     def _wait_for(self, rollout_id: int, count: int, wait_s: float) -> list[list[Any]]:
         seen = said = time.monotonic()

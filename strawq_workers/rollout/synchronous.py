@@ -122,9 +122,8 @@ def synchronous_options(args: Any) -> WorkerOptions:
     """The worker's options for one rollout. What is generated is trained next, so nothing has to be admitted less for
     the staleness budget; beyond it the policy `drop` still holds."""
     options = options_of(args)
-    if options.staleness_policy == "drop":
-        return options
-    return msgspec.structs.replace(options, max_staleness=-1, batch_groups=0)
+    budget = options.max_staleness if options.staleness_policy == "drop" else -1
+    return msgspec.structs.replace(options, max_staleness=budget, batch_groups=0)
 
 
 def collected(straw: StrawSource, rollout_id: int, count: int, limit: AgeLimit) -> Samples | None:

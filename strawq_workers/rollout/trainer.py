@@ -167,9 +167,10 @@ class ReferenceTrainer:
         if kept:
             save_groups(archive_path(kept, rollout_id), groups)
         saved = self._due("save_interval", rollout_id) and self._save(rollout_id, samples_in(groups))
+        # Before the batch is finished: its room is for groups of the new version.
+        self._publish(rollout_id + 1)
         if not saved and straw_source(self.data_source) is not None and not getattr(self.args, "save_interval", None):
             self.data_source.finish(rollout_id)
-        self._publish(rollout_id + 1)
         return trained_on(
             groups,
             rollout_id=rollout_id,

@@ -19,14 +19,14 @@ from typing import Any
 
 import msgspec
 
-from strawq.errors import BadInput, TryAgain
+from strawq.errors import BadInput, StrawqError, TryAgain
 from strawq.handles import Leases
 from strawq.model import QueueConfig
 from strawq.pool import Pool
 from strawq.upkeep import Upkeep
 from strawq_workers.asking import sure
 from strawq_workers.slime import witness
-from strawq_workers.slime.arguments import uses_our_rollout, validate_rollout_arguments
+from strawq_workers.slime.arguments import uses_our_rollout, validate_rollout_arguments, value_of
 from strawq_workers.slime.batches import RolloutBatches
 from strawq_workers.slime.checkpoint import Restored, load_pair, save_pair
 from strawq_workers.slime.codec import samples_of
@@ -69,6 +69,8 @@ class StrawDataSource:
         self.queue_name = QUEUE
         self.restored: Restored | None = None
         self._closed = False
+        self._saved = -1
+        """Rollouts up to this one are saved with the model."""
         self._sampling_began = self._collecting = False
         self._metadata_lock = threading.Lock()
         with contextlib.ExitStack() as undo:
@@ -237,7 +239,7 @@ class StrawDataSource:
         `fewer` the data have ended, and what is ready is taken. Rollout n ends rollouts up to n - 2, since a trainer
         overlaps by one."""
         self._require_open()
-        self._batches.finish_up_to(rollout_id - 2)
+        self._batches.finish_up_to(max(rollout_id - 2, min(self._saved, rollout_id - 1)))
         batch = self._batches.collect(rollout_id, count, timeout=timeout, fewer=fewer, limit=limit)
         if batch is None:
             return []
@@ -271,13 +273,17 @@ class StrawDataSource:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, rollout_id: int) -> None:
-        """Commit queue and model of this rollout together, then finish the batches up to it. Call it when the model is
-        saved."""
+        """Commit queue and model of this rollout together; the batches up to it are finished. Call it when the model is
+        saved. Where a staleness budget bounds what is begun, they are finished when the next batch is collected, or at
+        the end: their room is for groups of the weights that come now. Whoever restores the pair finishes them too."""
         self._require_open()
         self._sampling.settle()
         self._sampling.settle_silent(rollout_id)
         save_pair(self.pool, self.queue_name, self.args, rollout_id, self.branch)
-        self._batches.finish_up_to(rollout_id)
+        if value_of(self.args, "max_staleness") is None:
+            self._batches.finish_up_to(rollout_id)
+        else:
+            self._saved = max(self._saved, rollout_id)
 
     def load(self, rollout_id: int | None = None) -> Restored:
         """Bring the queue to where the model is: `rollout_id` is the rollout that it has seen last, -1 if none, None to
@@ -286,6 +292,7 @@ class StrawDataSource:
         self._sampling.give_up()
         self.restored = load_pair(self.pool, self.queue_name, self.args, rollout_id)
         self._batches.follow(self.restored.branch)
+        self._saved = -1
         self._sampling_began = False
         if self.restored.rollout_id >= 0:
             self._batches.finish_up_to(self.restored.rollout_id)
@@ -347,8 +354,20 @@ class StrawDataSource:
             return
         self._closed = True
         with self._resources:
+            self._finish_saved()
             # In its own thread, behind a read that is under way.
             self._reader.submit(self._sampling.give_up).result()
+
+    def _finish_saved(self) -> None:
+        """The model has them: they must not go back."""
+        if self._saved >= 0:
+            try:
+                self._batches.finish_up_to(self._saved)
+            except StrawqError as error:
+                logger.warning(
+                    "rollout %d is saved, and its batch is not finished (whoever loads the pair finishes it): %s",
+                    self._saved, error,
+                )  # fmt: skip
 
     def _require_not_closed(self) -> None:
         if self._closed:

@@ -36,5 +36,4 @@ def limits_of(options: WorkerOptions, engines: int, peers: Sequence[str] = (), o
 
 def window_of(options: WorkerOptions, batch_groups: int) -> int | None:
     """`window_groups` of these options and batches of so many groups."""
-    budget = None if options.max_staleness < 0 else options.max_staleness
-    return window_groups(budget, options.staleness_policy, batch_groups)
+    return None if options.max_staleness < 0 or not batch_groups else window_groups(options.max_staleness, batch_groups)

@@ -142,6 +142,14 @@ def test_not_enough_groups_is_try_again(run: Run, pool: Path) -> None:
     assert ran.data["error"]["kind"] == "try_again"
     assert "is a worker running?" in ran.err
     assert "--keep only shows" in run("collect", pool, "-n", 1, "--keep", "--out", "x", code=2).err
+    strict = ("--staleness-policy", "drop")
+    for words, told in (
+        (("collect", pool, "-n", 1, *strict), "--staleness-policy drop says how --max-staleness is kept"),
+        (("collect", pool, "-n", 1, "--keep", "--max-staleness", 1, *strict), "--keep only shows"),
+        (("collect", pool, "-n", 1, "--stale-drops-max", 4), "--stale-drops-max is of --staleness-policy drop"),
+        (("work", pool, "--engine", "http://127.0.0.1:9", *strict), "--staleness-policy drop says how"),
+    ):
+        assert told in run(*words, code=2).err
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -10,7 +10,7 @@ from strawq.core.image import dump_state, load_state
 from strawq.core.machine import Machine
 from strawq.core.state import highest_number
 from strawq.errors import BadInput
-from strawq.model import UNVERSIONED, VersionSpan
+from strawq.model import UNVERSIONED, QueueConfig, VersionSpan
 from strawq.pool import Pool
 from strawq.queue import Queue
 from strawq.samples import Group, Prompt, Sample
@@ -22,6 +22,22 @@ def _sample(*versions: str) -> Sample:
     spans = tuple(VersionSpan(at, at + 1, version) for at, version in enumerate(versions))
     tokens = list(range(len(versions)))
     return Sample(0, tokens=tokens, logprobs=[-1.0] * len(versions), versions=spans, status="aborted")  # type: ignore[arg-type]
+
+
+def test_a_process_that_dies_with_a_complete_group_is_not_held_against_the_group() -> None:
+    """It was no work on it that killed the process: a trainer that dies again and again loses no group."""
+    world = World()
+    pool = world.process()
+    pool.configure("rollout", QueueConfig(max_expirations=1))
+    queue = pool.queue()
+    queue.submit([Prompt(text="p")])
+    work = queue.open(queue.acquire(1).leases[0])
+    queue.complete(work, Group(work.task, work.group.prompt, (_sample("3"),)))
+    for _ in range(3):
+        mortal = world.process()
+        (lease,) = mortal.queue().acquire(1, stages=("ready",))
+        pool.expire_session(lease.session)
+    assert queue.counts().ready == 1 and queue.counts().failed == 0
 
 
 def test_a_group_that_was_generated_anew_is_as_young_as_its_tokens() -> None:

@@ -9,6 +9,7 @@ import pytest
 import rollout_hooks as hooks
 from scene import SLOW, indices, tokens_of, until
 
+from strawq import Pool
 from strawq.errors import BadInput, StrawqError
 from strawq_workers.rollout import (
     RolloutFailed,
@@ -20,6 +21,7 @@ from strawq_workers.rollout import (
 )
 from strawq_workers.rollout.station import station_of
 from strawq_workers.slime import ObjectStoreDataSource
+from strawq_workers.worker import group
 
 HOOKS = "rollout_hooks"
 
@@ -200,7 +202,7 @@ def test_no_group_is_older_than_its_budget_where_the_policy_is_strict(source_of,
 
 
 @pytest.mark.parametrize("budget", [0, 1, 2])
-@pytest.mark.parametrize("policy", ["admit", "oldest_first"])
+@pytest.mark.parametrize("policy", ["admit", "oldest_first", "drop"])
 def test_no_more_is_begun_than_the_budget_allows_and_that_is_used_to_the_full(source_of, engine, budget, policy):
     source = source_of("object-store")
     args = source.args(max_staleness=budget, staleness_policy=policy)
@@ -362,3 +364,58 @@ def test_a_synchronous_rollout_under_drop_takes_nothing_older_of_what_was_left_o
     assert len(second.samples) == 3 and second.metrics["rollout/staleness/max"] == 0
     assert second.metrics["rollout/staleness/dropped_groups"] >= left
     assert not set(indices(first.samples)) & set(indices(second.samples))
+
+
+@pytest.mark.parametrize("transport", ["object-store", "straw"])
+@pytest.mark.parametrize("policy", ["drop", "oldest_first"])
+def test_a_trainer_that_updates_engines_itself_keeps_its_budget_too(source_of, engine, transport, policy):
+    """As slime's does: nobody tells the pool, and ages count from what the engines say."""
+    source = source_of(transport)
+    args = source.args(max_staleness=1, staleness_policy=policy, rollout_workers=1 if transport == "straw" else 0)
+    for rollout_id in range(5):
+        out = generate_rollout_fully_async(args, rollout_id, source.data)
+        oldest = min(int(version) for group in out.samples for sample in group for version in sample.weight_versions)
+        assert rollout_id + 1 - oldest <= 1 and out.metrics["rollout/staleness/unknown_count"] == 0
+        assert out.metrics["rollout/staleness/max"] == rollout_id + 1 - oldest
+        engine.set_version(str(rollout_id + 2))
+
+
+def test_what_is_handed_in_while_a_batch_is_waited_for_is_no_way_in(source_of, engine, monkeypatch):
+    source, scoring, taken = source_of("object-store"), threading.Event(), []
+    monkeypatch.setitem(hooks.gate, "ready", scoring.is_set)
+    scoring.set()
+    args = source.args(max_staleness=1, staleness_policy="drop", custom_rm_path=f"{HOOKS}.when_ready")
+    generate_rollout_fully_async(args, 0, source.data)
+    scoring.clear()
+    engine.set_version("5")
+    # The worker has not heard of that version when it hands its groups in.
+    monkeypatch.setattr(group, "verdict_on", lambda *_: "take")
+    caller = threading.Thread(target=lambda: taken.append(generate_rollout_fully_async(args, 1, source.data)))
+    caller.start()
+    until("the call has begun", lambda: running(source).source.policy_version == "5")
+    scoring.set()
+    caller.join(30)
+    assert taken[0].metrics["rollout/staleness/max"] <= 1 and taken[0].metrics["rollout/staleness/late_groups"] == 0
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+@pytest.mark.parametrize("policy", ["admit", "oldest_first"])
+def test_a_trainer_that_saves_before_it_updates_the_weights_keeps_its_budget(
+    source_of, tmp_path, engine, policy, budget
+):
+    """slime's order. What is begun in between would be of the old weights, so that room comes with the new ones."""
+    source = source_of("straw", save=str(tmp_path / "save"), max_staleness=budget, staleness_policy=policy)
+    args, counts = source.args(rollout_workers=1), lambda: source.data.pool.queue().counts()
+    for rollout_id in range(4):
+        out = generate_rollout_fully_async(args, rollout_id, source.data)
+        assert out.metrics["rollout/staleness/late_groups"] == 0
+        source.data.save(rollout_id)
+        until("all that may be begun is complete", lambda: counts().ready >= 3 * budget)
+        assert counts().in_batch == 3
+        with weight_update(source.data, rollout_id + 2):
+            engine.set_version(str(rollout_id + 2))
+    pool = source.data.pool.path
+    close_rollouts(source.data)
+    source.data.close()
+    with Pool.open(pool) as left:
+        assert left.queue().counts().trained == 12, "what was saved is trained, whoever comes next"
