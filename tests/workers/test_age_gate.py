@@ -33,9 +33,8 @@ def fill(pool, versions, drops=0):
         complete(queue, version, drops)
 
 
-def complete(queue, version, drops=0):
-    (lease,) = queue.acquire(1)
-    work = queue.open(lease)
+def complete(queue, version, drops=0, lease=None):
+    work = queue.open(lease or queue.acquire(1).leases[0])
     samples = tuple(
         Sample(
             i, np.arange(TOKENS), np.full(TOKENS, -0.5), versions=(VersionSpan(0, TOKENS, version),),
@@ -258,20 +257,24 @@ def test_leases_whose_fate_nobody_knew_are_given_back_by_the_next_call(pool, mon
     assert not pool.queue().leased() and pool.queue().counts().partial_pending == 1
 
 
+def with_a_last_one(pool):
+    """The lease of the last prompt of a sealed queue, at version 3."""
+    queue = pool.queue()
+    queue.submit([Prompt(group_id="last", tokens=[1])])
+    queue.seal()
+    pool.publish_version(3)
+    return queue.acquire(1).leases[0]
+
+
 def test_the_last_worker_may_leave_between_the_look_and_the_lease(pool, monkeypatch):
     """It hears that the queue is used up: nobody would begin the group anew."""
     fill(pool, ["1", "3", "3"])
     queue = pool.queue()
-    queue.submit([Prompt(group_id="last", tokens=[1])])
-    queue.seal()
-    (last,) = queue.acquire(1)
-    pool.publish_version(3)
+    last = with_a_last_one(pool)
     lease = AgeGate._lease_ready
 
     def after_the_last_one(gate, count):
-        work = queue.open(last)
-        sample = Sample(0, [1], [-0.5], versions=(VersionSpan(0, 1, "3"),), status="completed", reward=1)
-        queue.complete(work, Group(work.task, work.group.prompt, (sample,)))
+        complete(queue, "3", lease=last)
         assert queue.acquire(1).status == "sealed"
         return lease(gate, count)
 
@@ -283,16 +286,11 @@ def test_the_last_worker_may_leave_between_the_look_and_the_lease(pool, monkeypa
 def test_while_it_is_leased_to_begin_anew_no_worker_takes_the_queue_for_used_up(pool, monkeypatch):
     fill(pool, ["1", "3"])
     queue, heard = pool.queue(), []
-    queue.submit([Prompt(group_id="last", tokens=[1])])
-    queue.seal()
-    (last,) = queue.acquire(1)
-    pool.publish_version(3)
+    last = with_a_last_one(pool)
     judged = AgeGate._judged
 
     def and_meanwhile(gate, change):
-        work = queue.open(last)
-        sample = Sample(0, [1], [-0.5], versions=(VersionSpan(0, 1, "3"),), status="completed", reward=1)
-        queue.complete(work, Group(work.task, work.group.prompt, (sample,)))
+        complete(queue, "3", lease=last)
         heard.append(queue.acquire(1).status)
         return judged(gate, change)
 
