@@ -33,11 +33,10 @@ help: ## list the targets
 demo: $(CORE) ## install the core alone and run `strawq demo` (ARGS goes to it)
 	@$(VENV)/bin/strawq demo $(ARGS)
 
-# Most of a test is waiting (for the disk, for a process, for a lease to end), so a small machine gains too; beyond four,
-# each worker only mounts one more JuiceFS. `worksteal` gives each a row of neighbours, which share fixtures. A test that
-# hangs takes its worker along (faulthandler_timeout): the second one ends the run.
-test: $(DEV) ## run the test suite, a worker for each core up to four (ARGS goes to pytest: -n0 for none)
-	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal --max-worker-restart 1 $(ARGS)
+# How many workers: tests/conftest.py. `worksteal` gives each a row of neighbours, which share fixtures. A test that hangs
+# takes its worker along (faulthandler_timeout): the second one ends the run.
+test: $(DEV) ## run the test suite, two workers for each core, four at most (ARGS goes to pytest: -n0 for none)
+	$(PY) -m pytest -n auto --dist worksteal --max-worker-restart 1 $(ARGS)
 
 check: $(DEV) ## format, lint, types, import direction, contracts
 	$(PY) -m ruff format --check .

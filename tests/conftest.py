@@ -57,6 +57,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
+WORKERS_MAX = 4
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many workers `make test` divides the tests among: two for each core, since most of a test is waiting (for the
+    disk, a process, the end of a lease). Beyond four, each only mounts one more JuiceFS. One file needs none."""
+    if len(named := {Path(name.partition("::")[0]) for name in config.args}) == 1 and named.pop().is_file():
+        return 0
+    given = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS")
+    return int(given) if given else min(2 * len(os.sched_getaffinity(0)), WORKERS_MAX)
+
+
 @pytest.fixture(scope="session")
 def juicefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Volume]:
     """A JuiceFS volume with clients `a` and `b`. Tests may mount further clients; all are stopped at the end."""

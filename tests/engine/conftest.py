@@ -59,7 +59,7 @@ class Client:
 
         await self._engine.call(unbounded)
 
-    async def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 10.0) -> dict[str, Any]:
+    async def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 30.0) -> dict[str, Any]:
         """Poll `/v1/loads` until `condition` holds of its entry."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds

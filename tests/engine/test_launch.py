@@ -69,7 +69,7 @@ async def test_a_fault_of_the_compute_thread_ends_serve(monkeypatch: pytest.Monk
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     with pytest.raises(EngineStopped, match="a fault"):
-        await asyncio.wait_for(serving, 10)
+        await asyncio.wait_for(serving, 30)
     writer.close()
     await reader.read()
 

@@ -89,16 +89,23 @@ def test_nothing_new_is_started_while_enough_complete_groups_wait(source_of, eng
     assert len(generate_rollout_fully_async(source.args(rollout_batch_size=20), 1, source.data).samples) == 20
 
 
+def in_mid_generation(engine):
+    """Groups behind a first batch have tokens, and are far from their end: they go on at one token each second."""
+    start = engine.generated()
+    engine.pace_after(start + 20, 1.0)
+    until("others have tokens", lambda: engine.generated() > start + 20)
+
+
 @pytest.mark.parametrize("engine", [SLOW], indirect=True)
 @pytest.mark.parametrize("partial", [False, True])
 def test_what_is_in_hand_goes_back_when_the_rollouts_are_closed(source_of, engine, partial):
     source = source_of("object-store")
     args = source.args(partial_rollout=partial, rollout_batch_size=1, rollout_max_response_len=100)
     generate_rollout_fully_async(args, 0, source.data)
-    start = engine.generated()
-    until("others have tokens", lambda: engine.generated() > start + 20)
+    in_mid_generation(engine)
     close_rollouts(source.data)
     assert engine.running() == 0
+    engine.pace(None)
     saved = dict(source.waiting())
     lengths = {len(tokens) for samples in saved.values() for tokens in samples}
     assert (lengths - {0, 100} != set()) == partial
@@ -118,9 +125,9 @@ def test_what_a_rollout_has_in_hand_is_saved_with_the_data_source(args_of, engin
     )  # fmt: skip
     data = ObjectStoreDataSource(args)
     trained = indices(generate_rollout_fully_async(args, 0, data).samples)
-    start = engine.generated()
-    until("others have tokens", lambda: engine.generated() > start + 20)
+    in_mid_generation(engine)
     data.save(0)
+    engine.pace(None)
     again = ObjectStoreDataSource(args)
     again.load(0)
     waiting = {group[0].group_index for group in again.buffer}
@@ -154,14 +161,14 @@ def test_weights_change_while_generation_stands_still_and_prefixes_go_on_under_t
     source = source_of("object-store")
     args = source.args(partial_rollout=True, rollout_batch_size=3, rollout_max_response_len=60)
     generate_rollout_fully_async(args, 0, source.data)
-    start = engine.generated()
-    until("others have tokens", lambda: engine.generated() > start + 20)
+    in_mid_generation(engine)
     with weight_update(source.data, 2):
         assert engine.running() == 0
         made = engine.generated()
         engine.set_version("2")
         looks = calls_of(source, "look", 5, running(source).worker.watcher.look_now)
         assert all(around.pause is not None for around in looks) and engine.generated() == made
+        engine.pace(None)
     out = generate_rollout_fully_async(args, 1, source.data)
     versions = [set(sample.weight_versions) for group in out.samples for sample in group]
     assert {"1", "2"} in versions and out.metrics["rollout/staleness/max"] == 1

@@ -55,9 +55,11 @@ def test_a_worker_that_is_killed_is_started_again_and_what_it_had_handed_in_is_t
     args = source.args(rollout_workers=1, rollout_max_response_len=60, rollout_batch_size=2, partial_rollout=True)
     first = generate_rollout_fully_async(args, 0, source.data)
     (pid,) = workers(source).pids
+    engine.pace(1.0)
     until("the first were replaced", lambda: source.leased() >= 2)
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    engine.pace(None)
     more = source.data.pool.queue().counts().ready + 2
     second = generate_rollout_fully_async(source.args(**{**vars(args), "rollout_batch_size": more}), 1, source.data)
     assert second.metrics["rollout/workers/restarts"] == 1
@@ -122,10 +124,11 @@ def test_weights_change_while_every_process_stands_still(source_of, engine):
     with weight_update(source.data, 2):
         assert engine.running() == 0 and source.data.pool.inspect().paused is not None
         engine.set_version("2")
+        made = engine.generated()
     assert source.data.pool.policy_version() == "2"
     out = generate_rollout_fully_async(args, 1, source.data)
     assert all(tokens_of(out.samples))
-    until("new tokens", lambda: engine.running())
+    until("new tokens", lambda: engine.generated() > made)
     source.finish(0)
 
 

@@ -46,6 +46,7 @@ def test_closing_again_gives_back_what_could_not_be_given_back(source_of, engine
     source, other = source_of("object-store"), MemoryScene(args_of, 1000)
     trained = indices(generate_rollout_fully_async(source.args(), 0, source.data).samples)
     others = indices(generate_rollout_fully_async(other.args(), 0, other.data).samples)
+    engine.pace(1.0)
     until("more is in hand", lambda: engine.running() > 0)
     sick(source)
     with pytest.raises(OSError, match="disk is full"):

@@ -190,6 +190,7 @@ def test_a_rollback_in_the_middle_ends_the_rollout(source_of, engine, partial):
         except StrawqError as error:
             failures.append(error)
 
+    engine.pace(10.0)  # none is over before the rollback
     thread = threading.Thread(target=run)
     thread.start()
     until("a request runs", lambda: engine.running() > 0)
@@ -279,6 +280,7 @@ def test_an_engine_that_dies_in_the_middle_costs_no_group(source_of, engine, tra
         until("every answer has come some way", lambda: engine.generated() > 6 * 20)
         engine.close()
 
+    engine.pace_after(6 * 20, 1.0)  # none is over before it dies
     killer = threading.Thread(target=dies)
     killer.start()
     with pytest.raises(EngineUnavailable):

@@ -49,7 +49,7 @@ async def stub(make_stub: Callable[[], Awaitable[Stub]]) -> Stub:
     return await make_stub()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Waits for a state that another task brings about."""
     end = asyncio.get_running_loop().time() + seconds
     while not condition():

@@ -37,7 +37,7 @@ WAIT_S = 150.0
 VERSIONS = itertools.count(int(time.time()))
 EMBEDDED = [
     "--enable-return-routed-experts", "--incremental-streaming-output", "--host", "127.0.0.1", "--port", "0",
-    "--tokens-per-second", "200", "--context-length", "512", "--weight-version", "1",
+    "--tokens-per-second", "100", "--context-length", "512", "--weight-version", "1",
 ]  # fmt: skip
 
 

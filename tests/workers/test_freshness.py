@@ -177,11 +177,13 @@ async def one_look(stage) -> None:
 
 
 async def test_two_workers_keep_one_budget(stage_of):
-    async with stage_of(tokens_per_second=60) as stage:
+    async with stage_of() as stage:
         stage.submit(12, seal=False)
+        stage.stand_at(5)
         first = stage.start(max_staleness=0, staleness_policy="admit", batch_groups=3, workers=2)
-        await stage.until("a batch is leased", lambda: len(stage.held(stage="fresh")) == 3, first)
+        await stage.until("a batch is in mid-generation", lambda: stage.standing() == 6, first)
         second = stage.start(max_staleness=0, staleness_policy="admit", batch_groups=3, workers=2, worker_index=1)
+        await stage.go_on()
         await stage.until("a batch is ready", lambda: stage.queue.counts().ready == 3, second)
         await asyncio.wait_for(one_look(stage), WAIT_S)
         assert stage.queue.counts().ready == 3 and stage.queue.counts().fresh_pending == 9

@@ -240,10 +240,10 @@ async def test_an_engine_that_dies_keeps_prefixes_and_attempts_and_the_worker_sa
         (tmp_path / "logs").mkdir()
         with Children(tmp_path / "logs") as children:
             engine = children.start(
-                "engine", ["-m", "strawq_workers.engine", "--tokens-per-second", "20", "--weight-version", "1"]
+                "engine", ["-m", "strawq_workers.engine", "--tokens-per-second", "10", "--weight-version", "1"]
             )
             url = await asyncio.to_thread(engine.first_line, 30)
-            worker = stage.start(engines=(url,), save_tokens=4, engine_timeout_s=1.0)
+            worker = stage.start(engines=(url,), save_tokens=4, max_new_tokens=400, engine_timeout_s=1.0)
             await stage.until("progress is saved", lambda: len(stage.held(stage="partial")) == 2, worker)
             await asyncio.to_thread(engine.kill)
             with pytest.raises(EngineUnavailable, match="no engine"):

@@ -121,7 +121,7 @@ def test_a_second_signal_ends_the_process_at_once(theatre):
     slow.signal(signal.SIGTERM)
     theatre.until("the first signal is logged", lambda: "SIGTERM: giving back" in _log(slow))
     slow.signal(signal.SIGTERM)
-    assert slow.wait(5) == 128 + signal.SIGTERM
+    assert slow.wait(WAIT_S) == 128 + signal.SIGTERM
 
 
 def test_a_killed_workers_prefixes_are_resumed_by_another_one(theatre):
