@@ -145,15 +145,22 @@ def test_file_times_decide_nothing_in_garbage_collection(tmp_path: Path) -> None
 BUSY = """
 import base64, json, sys, time
 from strawq.pool import Pool
-pool = Pool.open(sys.argv[1], lease_seconds=3.0)
-lease = pool.queue().acquire(1).leases[0]
 text = "[" + ",".join(["0.123456789012"] * 2_700_000) + "]"  # 40 MB
 coded = b"A" * (200 << 20)
+calls = (lambda: json.loads(text), lambda: base64.b64decode(coded))
+took = []
+for call in calls:
+    begun = time.monotonic()
+    call()
+    took.append(time.monotonic() - begun)
+lease_seconds = max(3.0, 6 * max(took))  # where the machine does other work, a call takes as long as that makes it take
+pool = Pool.open(sys.argv[1], lease_seconds=lease_seconds)
+lease = pool.queue().acquire(1).leases[0]
 print(lease.session, flush=True)
-end = time.monotonic() + 4
+end = time.monotonic() + lease_seconds + 1
 while time.monotonic() < end:
-    json.loads(text)
-    base64.b64decode(coded)
+    for call in calls:
+        call()
 assert pool.queue().yield_(pool.queue().open(lease)).accepted and pool.keeper.lost == []
 print("kept", flush=True)
 pool.queue().acquire(1)
@@ -164,7 +171,7 @@ sys.stdin.readline()
 
 @pytest.mark.slow
 def test_a_heartbeat_goes_on_while_the_interpreter_is_held_and_ends_with_the_process(tmp_path: Path) -> None:
-    """40 MB of JSON and 200 MB of base64 in single calls, with a lease of three seconds."""
+    """40 MB of JSON and 200 MB of base64 in single calls, with a lease of three seconds; on a busy machine of six of them."""
     Pool.init(tmp_path / "pool").queue().submit(prompts(["a"]))
     busy = subprocess.Popen(
         [sys.executable, "-c", BUSY, str(tmp_path / "pool")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -187,7 +194,7 @@ def test_a_heartbeat_goes_on_while_the_interpreter_is_held_and_ends_with_the_pro
             busy.wait()
             expired: list[str] = []
             start = time.monotonic()
-            while not expired and time.monotonic() < start + 30:
+            while not expired and time.monotonic() < start + 120:
                 expired = observer.keeper.round()
                 time.sleep(observer.keeper.round_seconds)
             assert expired == [session]
