@@ -171,7 +171,7 @@ sys.stdin.readline()
 
 @pytest.mark.slow
 def test_a_heartbeat_goes_on_while_the_interpreter_is_held_and_ends_with_the_process(tmp_path: Path) -> None:
-    """40 MB of JSON and 200 MB of base64 in single calls, with a lease of three seconds; on a busy machine of six of them."""
+    """40 MB of JSON and 200 MB of base64 in single calls. The lease: three seconds, or six calls on a busy machine."""
     Pool.init(tmp_path / "pool").queue().submit(prompts(["a"]))
     busy = subprocess.Popen(
         [sys.executable, "-c", BUSY, str(tmp_path / "pool")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
