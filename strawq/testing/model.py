@@ -115,8 +115,8 @@ class PlainModel:
         for row in self.rows.tasks.values():
             if row.session == session:
                 row.session = ""
-                row.expirations += expired
-                row.failed = expired and row.expirations >= self.max_expirations
+                row.expirations += expired and not row.ready
+                row.failed = expired and not row.ready and row.expirations >= self.max_expirations
         for batch in self.rows.batches.values():
             if batch.session == session:
                 batch.session = ""

@@ -135,7 +135,7 @@ class Book:
 
     def _expired(self, event: e.Expired, _: Any) -> None:
         for note in self.line.notes.values():
-            if note.lease and note.lease[0] == event.session:
+            if note.lease and note.lease[0] == event.session and note.stage != "ready":
                 note.lost += 1
                 note.failed = note.lost >= self._max_expirations
         self._release(event.session)
