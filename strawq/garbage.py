@@ -14,7 +14,6 @@ leases: all of them are counted in the state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,8 +34,6 @@ SEEN_WAIT_SECONDS = 5.0
 STAGING_LOOK_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 SWEEP_AGAIN_EPOCHS = 16
-TASKS_NAMED = 50
-"""So many tasks of one object are named; a record has up to some thousands."""
 
 
 class Removal(msgspec.Struct, frozen=True):
@@ -359,42 +356,3 @@ def explain(state: State) -> dict[str, tuple[str, ...]]:
         for digest in archive.objects:
             reasons.setdefault(digest, set()).add(f"archive {archive.name}")
     return {digest: tuple(sorted(why)) for digest, why in sorted(reasons.items())}
-
-
-def tasks_by_object(state: State) -> dict[str, dict[str, list[str]]]:
-    """The groups of the active branch that need each object, by queue."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for name in state.branch.queues:
-        for task in state.branch.queues[name].tasks.values():
-            for digest in dict.fromkeys(part.object for part in task.parts):
-                found.setdefault(digest, {}).setdefault(name, []).append(task.id)
-    return found
-
-
-def way_on(state: State, digest: str, tasks_by_queue: Mapping[str, Sequence[str]]) -> str:
-    """How to go on without an object that cannot be read: the groups of the active branch that need it, by queue, and
-    what else keeps it."""
-    ends = []
-    roots = [
-        *(
-            f"`strawq checkpoint POOL {point.name} --delete`"
-            for point in state.checkpoints.values()
-            if digest in point.objects
-        ),
-        *(f"`strawq branch POOL --delete {row.id}`" for row in state.branches.values() if digest in row.objects),
-        *(f"`strawq archive rm POOL {row.name}`" for row in state.archives.values() if digest in row.objects),
-    ]
-    for name, tasks in tasks_by_queue.items():
-        more = f" and {len(tasks) - TASKS_NAMED} more" if len(tasks) > TASKS_NAMED else ""
-        ends.append(f"`strawq drop POOL -q {name} --reason damaged {' '.join(tasks[:TASKS_NAMED])}{more}`")
-    fresh = any(
-        submission.object == digest
-        for name in state.branch.queues
-        for submission in state.branch.queues[name].submissions.values()
-    )
-    return (
-        "restore the file from a copy"
-        + (f", or end the groups that need it: {', '.join(ends)}" if ends else "")
-        + (f"{', and' if ends else ', or'} give up what keeps it: {', '.join(roots)}" if roots else "")
-        + (", or let workers try its fresh prompts: they become dead letters, which can be dropped" if fresh else "")
-    )

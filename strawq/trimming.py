@@ -19,10 +19,11 @@ import msgspec
 from strawq.core import commands as c
 from strawq.core.machine import Machine
 from strawq.errors import Damaged, Gone, StorageFailed, StrawqError
-from strawq.garbage import explain, tasks_by_object, way_on
+from strawq.garbage import explain
 from strawq.limits import ENTRIES_PER_SEGMENT, SNAPSHOTS_KEPT, TRIM_ENTRIES
 from strawq.merging import Read, bins, move_together
 from strawq.model import StoredObject
+from strawq.remedies import tasks_by_object, way_on
 from strawq.storage import layout
 from strawq.storage.failure import file_calls, storage_failed
 from strawq.storage.floors import encode_floor
@@ -131,8 +132,7 @@ def _read_live(
 def _in_the_way(pool: Pool, row: StoredObject, floor: int, error: StrawqError) -> str:
     def look(machine: Machine) -> tuple[str, str]:
         reasons = explain(machine.state).get(row.ref.digest, ())
-        tasks = tasks_by_object(machine.state).get(row.ref.digest, {})
-        return ", ".join(reasons), way_on(machine.state, row.ref.digest, tasks)
+        return ", ".join(reasons), way_on(machine.state, [row.ref.digest], tasks_by_object(machine.state))
 
     depends, remedy = pool.log.refresh(look)
     return f"the log is kept from entry {floor} on: {error}; needed by {depends or 'nothing by now'}; {remedy}"

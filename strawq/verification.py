@@ -9,7 +9,7 @@ that others make up for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,9 +18,10 @@ from strawq.core.image import dump_state
 from strawq.core.invariants import findings as unsound
 from strawq.core.machine import Machine
 from strawq.core.state import State
-from strawq.errors import Damaged, Gone, StorageFailed, StrawqError
-from strawq.garbage import STAGING_LOOK_SECONDS, explain, tasks_by_object, way_on
-from strawq.model import StoredObject
+from strawq.errors import Damaged, StorageFailed, StrawqError
+from strawq.garbage import STAGING_LOOK_SECONDS
+from strawq.looks import Looks, read_entry
+from strawq.object_checks import Finding, Progress, check_objects
 from strawq.storage import layout
 from strawq.storage.entry import Entry
 from strawq.storage.failure import storage_failed
@@ -32,18 +33,6 @@ from strawq.storage.snapshots import Snapshot, decode_snapshot, snapshot_numbers
 
 if TYPE_CHECKING:
     from strawq.pool import Pool
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is checked, how much is done and how much there is."""
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One thing that is not as it should be: which, what is wrong, what depends on it, what to do."""
-
-    what: str
-    problem: str
-    depends: tuple[str, ...]
-    remedy: str
 
 
 class Verified(msgspec.Struct, frozen=True):
@@ -66,19 +55,61 @@ def _silent(what: str, done: int, total: int) -> None:
 def verify(pool: Pool, *, full: bool = False, repair: bool = False, progress: Progress = _silent) -> Verified:
     """Check the pool. `full` reads every payload byte. `repair` does what loses nothing and reports it in
     `repaired`."""
-    repaired = tuple(_repair(pool)) if repair else ()
     found: list[Finding] = []
+    try:
+        pool.log.refresh_leniently(lambda machine: machine.seq)
+    except StorageFailed:
+        seen = _without_snapshots(pool, progress)
+        if seen is None:
+            raise
+        return seen
+    repaired = tuple(_repair(pool)) if repair else ()
     state: State = pool.log.refresh_leniently(lambda machine: machine.state)
-    entries, oldest = _check_log(pool, state.seq, found, progress)
-    snapshots = _check_snapshots(pool, oldest, found, progress)
+    looks = Looks(pool, state.seq)
+    oldest = max(state.meta.floor, 1)
+    entries = _check_log(pool, looks, oldest, state.seq, found, progress)
+    snapshots = _check_snapshots(pool, looks, oldest, found, progress)
     found += _check_floors(pool, state)
     found += [
         Finding("state", sentence, (), "report this with a copy of the log: it is a fault of strawq")
         for sentence in unsound(state)
     ]
-    hashed = _check_objects(pool, state, full, found, progress)
+    hashed = check_objects(pool, state, looks, full=full, found=found, progress=progress)
     found += _left_behind(pool, state)
     return Verified(tuple(found), state.seq, oldest, entries, snapshots, len(state.objects), hashed, repaired)
+
+
+def _without_snapshots(pool: Pool, progress: Progress) -> Verified | None:
+    """What there is to say where no whole snapshot is left of a log that was trimmed; None if that is not so."""
+    numbers = sorted(snapshot_numbers(pool.files))
+    oldest, head = _newest_run(pool)
+    if oldest == 1 or any(isinstance(_read_snapshot(pool, seq), Snapshot) for seq in numbers):
+        return None
+    if head:
+        problem = f"holds no whole snapshot, and the log begins at entry {oldest}: those before it are gone"
+        remedy = f"restore the snapshot of any of the entries {oldest - 1} to {head} from a copy of this pool"
+    else:
+        problem = "holds no whole snapshot, and the log has no entries"
+        remedy = "restore the pool from a copy"
+    found = [Finding(f"{layout.SNAPSHOTS}/", problem, ("every process that opens the pool",), remedy)]
+    for seq in numbers:
+        damage = _read_snapshot(pool, seq)
+        if isinstance(damage, str):
+            found.append(Finding(layout.snapshot(seq), damage, (), "restore the file from a copy"))
+    count = _check_log(pool, Looks(pool, head), oldest, head, found, progress) if head else 0
+    return Verified(tuple(found), head, oldest, count, len(numbers), 0, 0)
+
+
+def _newest_run(pool: Pool) -> tuple[int, int]:
+    """The first and last number of the entries that stand in a row up to the newest; 0 and 0 if there is none."""
+    numbers: set[int] = set()
+    for segment in pool.files.names(layout.LOG):
+        names = pool.files.names(f"{layout.LOG}/{segment}") if segment.isdigit() else []
+        numbers.update(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit())
+    first = last = max(numbers, default=0)
+    while first - 1 in numbers:
+        first -= 1
+    return first, last
 
 
 def _repair(pool: Pool) -> Iterator[str]:
@@ -86,14 +117,29 @@ def _repair(pool: Pool) -> Iterator[str]:
     voided = pool.log.void_tip()
     if voided:
         yield f"log entry {layout.entry(voided)} was torn and is void now; history goes on behind it"
+    yield from _repair_snapshots(pool)
+
+
+def _repair_snapshots(pool: Pool) -> Iterator[str]:
+    """Damaged snapshots go once others make up for them. Where the newest one is damaged, the log has just been folded
+    without it: a new one is written first, so that whoever opens the pool finds as much behind as before."""
+    numbers = snapshot_numbers(pool.files)
+    damaged = [seq for seq in numbers if isinstance(_read_snapshot(pool, seq), str)]
+    if not damaged:
+        return
+    head: int = pool.log.refresh(lambda machine: machine.seq)
+    if damaged[0] == numbers[0] <= head:
+        if damaged[0] == head:
+            # The new one gets its name. Until it has, an older one and the log serve: they have just done so.
+            pool.files.remove(layout.snapshot(head))
+            yield f"snapshot {layout.snapshot(damaged.pop(0))} was damaged and is removed"
+        yield f"snapshot {layout.snapshot(pool.log.snapshot())} is written"
     whole = [seq for seq in snapshot_numbers(pool.files) if isinstance(_read_snapshot(pool, seq), Snapshot)]
-    from_start = _read_entry(pool, 1) is not None
-    for seq in snapshot_numbers(pool.files):
-        if seq not in whole and (from_start or any(other > seq for other in whole)):
+    from_start = read_entry(pool, 1) is not None
+    for seq in damaged:
+        if seq <= head and (from_start or any(other > seq for other in whole)):
             pool.files.remove(layout.snapshot(seq))
             yield f"snapshot {layout.snapshot(seq)} was damaged and is removed; others serve"
-    if not whole or whole[0] < max(snapshot_numbers(pool.files), default=0):
-        yield f"snapshot {layout.snapshot(pool.log.snapshot())} is written"
 
 
 def _floor_damage(pool: Pool, number: int) -> str:
@@ -112,7 +158,10 @@ def _check_floors(pool: Pool, state: State) -> Iterator[Finding]:
     problem = _floor_damage(pool, number)
     if problem:
         yield Finding(
-            layout.floor(number), problem, ("every process that opens the pool",), "`strawq verify --repair` resets it"
+            layout.floor(number),
+            problem,
+            ("every process that opens the pool",),
+            "`strawq verify POOL --repair` resets it",
         )
 
 
@@ -127,21 +176,19 @@ def _repair_floor(pool: Pool) -> Iterator[str]:
         yield f"floor {layout.floor(number)} was damaged and says again what held before it"
 
 
-def _check_log(pool: Pool, head: int, found: list[Finding], progress: Progress) -> tuple[int, int]:
-    """The chain from the oldest entry that is there to the newest. Returns how many were read, and the oldest."""
-    floor: int = pool.log.peek(lambda machine: machine.state.meta.floor)
-    oldest = max(floor, 1)
+def _check_log(pool: Pool, looks: Looks, oldest: int, head: int, found: list[Finding], progress: Progress) -> int:
+    """The chain from the oldest entry that is there to the newest. Returns how many were read."""
     previous, count, seq = genesis(pool.header.pool_id) if oldest == 1 else "", 0, oldest
     while seq <= head + 1:
-        entry = _read_entry(pool, seq)
+        entry = looks.entry(seq)
         if isinstance(entry, str):
-            following = pool.log.read_past(seq)
+            following = looks.past(seq)
             if following is not None and following.line.voids == seq:
                 seq = following.line.seq
                 continue
             rest = f"every state after entry {seq - 1} that no snapshot holds"
             remedy = (
-                "`strawq verify --repair` lets history go on behind it"
+                "`strawq verify POOL --repair` lets history go on behind it"
                 if seq == head + 1
                 else "restore the file from a copy"
             )
@@ -160,18 +207,10 @@ def _check_log(pool: Pool, head: int, found: list[Finding], progress: Progress) 
                 found.append(Finding(layout.entry(seq), "follows another history", (), "restore the file from a copy"))
             previous = entry.digest
             count += 1
-        if count % 500 == 0:
+        if seq % 100 == 0:
             progress("log", seq - oldest, head - oldest + 1)
         seq += 1
-    return count, oldest
-
-
-def _read_entry(pool: Pool, seq: int) -> Entry | str | None:
-    """The entry, what is wrong with it, or None if it is not there."""
-    try:
-        return pool.log.read_entry(seq)
-    except StrawqError as error:
-        return str(error)
+    return count
 
 
 def _read_snapshot(pool: Pool, seq: int) -> Snapshot | str | None:
@@ -186,7 +225,7 @@ def _read_snapshot(pool: Pool, seq: int) -> Snapshot | str | None:
         return str(storage_failed("read", path, error))
 
 
-def _check_snapshots(pool: Pool, oldest: int, found: list[Finding], progress: Progress) -> int:
+def _check_snapshots(pool: Pool, looks: Looks, oldest: int, found: list[Finding], progress: Progress) -> int:
     """Each snapshot is what folding from the one before it (or from the first entry) gives."""
     base: Machine | None = Machine() if oldest == 1 else None
     numbers = sorted(snapshot_numbers(pool.files))
@@ -197,9 +236,9 @@ def _check_snapshots(pool: Pool, oldest: int, found: list[Finding], progress: Pr
             continue
         if isinstance(snapshot, str):
             others = "the pool is opened from an older snapshot" if at else "the pool is opened from the log's start"
-            found.append(Finding(layout.snapshot(seq), snapshot, (others,), "`strawq verify --repair` removes it"))
+            found.append(Finding(layout.snapshot(seq), snapshot, (others,), "`strawq verify POOL --repair` removes it"))
             continue
-        if base is not None and not _folds_to(pool, base, snapshot):
+        if base is not None and not _folds_to(looks, base, snapshot):
             found.append(
                 Finding(
                     layout.snapshot(seq),
@@ -213,13 +252,13 @@ def _check_snapshots(pool: Pool, oldest: int, found: list[Finding], progress: Pr
     return len(numbers)
 
 
-def _folds_to(pool: Pool, base: Machine, snapshot: Snapshot) -> bool:
+def _folds_to(looks: Looks, base: Machine, snapshot: Snapshot) -> bool:
     """Whether folding `base` up to the snapshot gives its bytes. True where entries in between are gone or
     unreadable: that is another finding."""
     while base.seq < snapshot.line.seq:
-        entry = _read_entry(pool, base.seq + 1)
+        entry = looks.entry(base.seq + 1)
         if isinstance(entry, str):
-            entry = pool.log.read_past(base.seq + 1)
+            entry = looks.past(base.seq + 1)
             if entry is not None and entry.line.voids != base.seq + 1:
                 return True
         if not isinstance(entry, Entry):
@@ -228,111 +267,6 @@ def _folds_to(pool: Pool, base: Machine, snapshot: Snapshot) -> bool:
             base.apply(event, entry.line.seq, entry.where())
         base.keep(entry.line.seq)
     return dump_state(base.state) == bytes(snapshot.body)
-
-
-def _check_objects(pool: Pool, state: State, full: bool, found: list[Finding], progress: Progress) -> int:
-    reasons = explain(state)
-    needed: dict[str, dict[str, list[str]]] = {}
-    hashed = 0
-    rows = list(state.objects.values())
-    merged: dict[str, list[StoredObject]] = {}
-    for at, row in enumerate(rows):
-        if at % 50 == 0:
-            progress("objects", at, len(rows))
-        for path, problem in _object_problems(pool, row, full):
-            needed = needed or tasks_by_object(state)
-            remedy = way_on(state, row.ref.digest, needed.get(row.ref.digest, {}))
-            found.append(Finding(path, problem, reasons.get(row.ref.digest, ()), remedy))
-        if full:
-            hashed += row.ref.bytes + row.ref.pack_bytes
-        if row.ref.file:
-            merged.setdefault(layout.record_file(row.ref.epoch, row.ref.file), []).append(row)
-    for path, there in merged.items():
-        found += _merged_problems(pool, path, there, reasons)
-    return hashed
-
-
-def _merged_problems(
-    pool: Pool, path: str, rows: list[StoredObject], reasons: dict[str, tuple[str, ...]]
-) -> Iterator[Finding]:
-    """What is wrong with a merged file as a whole. What depends on it is what depends on the live objects in it. Bytes
-    of objects that have ended are nobody's: with `full` each live object is compared by itself."""
-    try:
-        end = max(row.ref.offset + row.ref.bytes for row in rows)
-        size = pool.files.size(path)
-        if size > end:
-            return
-        problem = f"has {size} bytes, too few for an object in it that ends at {end}"
-    except FileNotFoundError:
-        problem = "is missing"
-    except OSError as error:
-        problem = str(storage_failed("read", path, error))
-    now = _located(pool, rows)
-    if all(there is None or there.ref != row.ref for row, there in zip(rows, now, strict=True)):
-        return
-    depends = sorted({reason for row in rows for reason in reasons.get(row.ref.digest, ())})
-    remedy = "objects in it that are whole are served; restore the file from a copy"
-    yield Finding(path, problem, tuple(depends), remedy)
-
-
-def _located(pool: Pool, rows: list[StoredObject]) -> list[StoredObject | None]:
-    """Where these objects are by now: a collection that runs beside this may have taken one that has ended, a merge
-    may have moved one."""
-    found: list[StoredObject | None] = pool.log.refresh_leniently(
-        lambda machine: [machine.state.objects.get(row.ref.digest) for row in rows]
-    )
-    return found
-
-
-def _object_problems(pool: Pool, row: StoredObject, full: bool) -> Iterator[tuple[str, str]]:
-    """What is wrong with an object. One that has moved since the state was read is looked at where it is now."""
-    problems = list(_problems_at(pool, row, full))
-    if problems:
-        (now,) = _located(pool, [row])
-        if now is None:
-            return
-        if now.ref != row.ref:
-            problems = list(_problems_at(pool, now, full))
-    yield from problems
-
-
-def _problems_at(pool: Pool, row: StoredObject, full: bool) -> Iterator[tuple[str, str]]:
-    ref = row.ref
-    if ref.epoch == 0:
-        try:
-            pool.objects.read_checked(row)
-        except (Damaged, Gone, StorageFailed) as error:
-            yield f"object {ref.digest[:12]} in {layout.entry(row.seq)}", str(error)
-        return
-    if ref.file:
-        try:
-            if full:
-                pool.objects.read_checked(row)
-        except (Damaged, Gone, StorageFailed) as error:
-            yield f"object {ref.digest[:12]} in {layout.record_file(ref.epoch, ref.file)}", str(error)
-        return
-    parts = [(layout.record_file(ref.epoch, ref.digest), ref.bytes)]
-    if ref.pack:
-        parts.append((layout.pack_file(ref.epoch, ref.pack), ref.pack_bytes))
-    for path, size in parts:
-        try:
-            there = pool.files.size(path)
-        except FileNotFoundError:
-            yield path, "is missing"
-            continue
-        except OSError as error:
-            yield path, str(storage_failed("read", path, error))
-            continue
-        if there != size:
-            yield path, f"has {there} bytes, not {size}"
-        elif full:
-            try:
-                if path.endswith(".arrow"):
-                    pool.objects.read_checked(row)
-                else:
-                    pool.payloads.verify_pack(path, ref.pack)
-            except (Damaged, Gone, StorageFailed) as error:
-                yield path, str(error)
 
 
 def _left_behind(pool: Pool, state: State) -> Iterator[Finding]:
@@ -350,7 +284,7 @@ def _left_behind(pool: Pool, state: State) -> Iterator[Finding]:
                 f"session {session.id}",
                 f"its process {session.pid} on {session.host} is dead",
                 (f"{leases} leases, {batches} open batches",),
-                f"any live worker expires it, or `strawq sessions expire {session.id}`",
+                f"any live worker expires it, or `strawq sessions expire POOL {session.id}`",
             )
     leaked = _staged_by_others(pool, live)
     if leaked:
@@ -363,7 +297,7 @@ def _left_behind(pool: Pool, state: State) -> Iterator[Finding]:
             f"{layout.STAGING}/",
             f"{len(leaked)} staging files of processes that are gone",
             (),
-            "`strawq gc` removes them",
+            "`strawq gc POOL` removes them",
         )
 
 

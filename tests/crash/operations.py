@@ -158,6 +158,21 @@ def merged_and_collected(pool: Pool, *_: Any) -> None:
     collect_garbage(pool, wait_seconds=0)
 
 
+def torn_snapshot(pool: Pool) -> None:
+    """The newest snapshot of a trimmed log is damaged; no entry has come since, or its own name would not be needed."""
+    for _ in range(2):
+        entries(pool)
+    trim(pool)
+    pool.publish_version(int(pool.policy_version()) + 1)
+    path = layout.snapshot(pool.snapshot())
+    files = pool.files
+    assert isinstance(files, FaultyFiles)
+    data = files.inner.read(path)
+    files.inner.remove(path)
+    files.inner.stage(path, [data[:-1]])
+    files.inner.sync_directory(layout.SNAPSHOTS)
+
+
 def torn(pool: Pool) -> None:
     """The newest entry is half there, as after a power cut on a disk that lies about fsync."""
     files = pool.files
@@ -282,6 +297,8 @@ def operations(scene: Scene) -> list[Operation]:
         op("merge", lambda pool, _: merge_objects(pool), scattered, merge_objects),
         op("merge and collect", merged_and_collected, scattered),
         op("repair", lambda pool, _: verify(pool, repair=True), torn, lambda pool: verify(pool, repair=True)),
+        op("repair a snapshot", lambda pool, _: verify(pool, repair=True), torn_snapshot,
+           lambda pool: verify(pool, repair=True)),
     ]  # fmt: skip
 
 
