@@ -22,13 +22,19 @@ if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
+def identity(found: os.stat_result) -> tuple[int, int]:
+    """What makes it the same directory: its file system and its number in there."""
+    return found.st_dev, found.st_ino
+
+
 class OpenDirectory:
     """An open directory. It closes itself when the cache and the last call that uses it have let go."""
 
-    __slots__ = ("durable", "fd", "used")
+    __slots__ = ("durable", "fd", "identity", "used")
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.identity = identity(os.fstat(fd))
         self.used = 0
         self.durable = False  # its own name is known to be durable in its parent
 

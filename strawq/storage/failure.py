@@ -9,8 +9,15 @@ from contextlib import contextmanager
 from strawq.errors import StorageFailed
 
 
+class Displaced(OSError):
+    """The path of the pool does not lead to the directory that was opened. Nothing was done; `strerror` is the whole
+    sentence. No `FileNotFoundError`, which would say that the names in it are free."""
+
+
 def storage_failed(verb: str, what: str, error: OSError) -> StorageFailed:
     """The error of a file call, as a sentence that says what to do."""
+    if isinstance(error, Displaced):
+        return StorageFailed(f"cannot {verb} {what}: {error.strerror}")
     remedy = {
         errno.ENOSPC: "the disk is full: free some space (`strawq gc` may help)",
         errno.EDQUOT: "the quota is used up: free some space (`strawq gc` may help)",

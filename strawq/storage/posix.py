@@ -8,6 +8,9 @@ The rules it keeps:
 - The descriptors are a bounded cache, for speed only. One whose path leads elsewhere by now, or whose mount
   went away (ESTALE, ENOTCONN, ...), is dropped and the path is walked again, so a remounted pool works without a
   restart.
+- All of it happens in the directory that was opened first (`root`): once it is known it is never made again, and
+  nothing is staged for a path that leads to another one. Of descriptors that are left from before, some could lead
+  into the old directory and some into the new one.
 - Data are flushed with fsync, not fdatasync: a staged file always grows from nothing, so fdatasync must write the
   inode too and saves nothing (measured on ext4 and JuiceFS: no difference), while fsync is the call that every FUSE
   and NFS server implements.
@@ -32,9 +35,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from strawq.storage.descriptors import OpenDirectory, OpenFile, made_ahead, read_into, write_all, write_head_last
+from strawq.storage.descriptors import (
+    OpenDirectory,
+    OpenFile,
+    identity,
+    made_ahead,
+    read_into,
+    write_all,
+    write_head_last,
+)
 from strawq.storage.exclusive import Primitive, Step, link_exclusive, rename_exclusive
 from strawq.storage.files import Buffer, LateHead
+from strawq.storage.root import Root
 
 _T = TypeVar("_T")
 
@@ -51,6 +63,8 @@ _READ_OPEN_SECONDS = 1.0
 
 # The descriptor is useless from here on, whatever became of the call.
 _MOUNT_LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.EIO, errno.EBADF})
+# The whole mount is: held descriptors would only keep it from being taken down.
+_CLIENT_LOST = frozenset({errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV})
 _LINK_REFUSED = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _RENAME_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 
@@ -64,6 +78,7 @@ class PosixFiles:
 
     def __init__(self, root: str | os.PathLike[str], primitive: Primitive = "link", drafts: str = "") -> None:
         self.root = os.path.abspath(os.fspath(root))
+        self._root = Root(self.root)
         self.drafts = drafts
         self.primitive: Primitive = primitive
         self._directories: dict[str, OpenDirectory] = {}
@@ -80,6 +95,7 @@ class PosixFiles:
         """Let go of all descriptors (so that the mount can be taken down). The next call opens them again."""
         self._directories.clear()
         self._reading = None
+        self._root.let_go()
 
     # The directory cache has no lock, so that a fork in the middle of another thread's call cannot leave one held.
     # Each step is a single dict operation; two threads that open one directory at once just open it twice.
@@ -93,7 +109,7 @@ class PosixFiles:
 
     def _open_directory(self, path: str) -> OpenDirectory:
         if path == "":
-            opened = OpenDirectory(os.open(self.root, _DIRECTORY & ~os.O_NOFOLLOW))
+            opened = self._root.open()
         else:
             parent, _, name = path.rpartition("/")
             if name in ("", ".", "..") or path[0] == "/":
@@ -122,11 +138,9 @@ class PosixFiles:
         """Whether the path leads elsewhere by now. The link count does not tell: JuiceFS keeps a removed directory in
         its trash, where it has one, and looks up nothing in it."""
         try:
-            found = os.stat(os.path.join(self.root, path))
-            known = os.fstat(directory.fd)
+            return identity(os.stat(f"{self.root}/{path}")) != directory.identity
         except OSError:
             return True
-        return (found.st_dev, found.st_ino) != (known.st_dev, known.st_ino)
 
     def _in(self, path: str, call: Callable[[int, str], _T], *, again: bool = False) -> _T:
         """Run `call(directory fd, name)` for the path. A directory that was removed under us is looked up anew;
@@ -145,13 +159,31 @@ class PosixFiles:
         except OSError as error:
             if error.errno not in _MOUNT_LOST:
                 raise
-            self._directories.clear()
+            self._lose(error)
             if not again:
                 raise
         self._forget(parent)
         return call(self._directory(parent).fd, name)
 
+    def _require_root(self) -> None:
+        """Before anything is written: `Displaced` if the path does not lead to the directory that was opened. If it
+        does through another mount by now, that is used from here on."""
+        try:
+            if self._root.is_here():
+                return
+        except OSError as error:
+            self._lose(error)
+            raise
+        self._directories.clear()
+        self._directory("")
+
+    def _lose(self, error: OSError) -> None:
+        self._directories.clear()
+        if error.errno in _CLIENT_LOST:
+            self._root.let_go()
+
     def stage(self, path: str, buffers: Sequence[Buffer]) -> int:
+        self._require_root()
         fd = self._in(path, lambda at, name: os.open(name, _NEW, _FILE_MODE, dir_fd=at))
         try:
             try:
@@ -206,6 +238,7 @@ class PosixFiles:
         self._in(target, call)
 
     def replace(self, path: str, data: Buffer) -> None:
+        self._require_root()
         try:
             self._replace(path, data)
         except (FileNotFoundError, FileExistsError):
@@ -304,7 +337,8 @@ class PosixFiles:
 
     def make_directory(self, path: str) -> None:
         if path == "":
-            _make_root(self.root)
+            self._root.make()
+            self._require_root()
             self._directory("").durable = True
             return
         if not {"", ".", ".."}.isdisjoint(path.split("/")):
@@ -356,19 +390,3 @@ def _regular_size(found: os.stat_result, path: str) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.ELOOP if stat.S_ISLNK(found.st_mode) else errno.EISDIR, "not a regular file", path)
     return found.st_size
-
-
-def _make_root(root: str) -> None:
-    """Create the pool's directory and its parents, durably. Symbolic links above the pool are the user's own and are
-    followed."""
-    if os.path.isdir(root):
-        return
-    parent = os.path.dirname(root)
-    _make_root(parent)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(root, _DIRECTORY_MODE)
-    fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

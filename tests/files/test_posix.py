@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -242,19 +241,6 @@ class TestDirectoryDescriptors:
             assert files.read(f"log/{number:03}/x") == b"%d" % number
         files.close()
         assert len(os.listdir("/proc/self/fd")) <= before
-
-    def test_a_pool_that_was_taken_away_and_put_back_is_used_again(self, files: PosixFiles) -> None:
-        """As after an unmount and a mount: the descriptors point into the old tree."""
-        files.stage("log/1", [b"old"])
-        assert files.names("log") == ["1"]
-        os.rename(files.root, files.root + ".old")
-        shutil.copytree(files.root + ".old", files.root)
-        shutil.rmtree(files.root + ".old")
-        assert files.read("log/1") == b"old"
-        files.stage("tmp/s", [b"new"])
-        files.publish("tmp/s", "log/2")
-        files.sync_directory("log")
-        assert sorted(os.listdir(os.path.join(files.root, "log"))) == ["1", "2"]
 
     def test_a_forked_child_neither_blocks_nor_harms_its_parent(self, files: PosixFiles) -> None:
         files.stage("log/1", [b"x"])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
 from tests.core import test_request_ids as requests
 from tests.core import test_versions as versions
 from tests.crash import test_lost_replies as lost
 from tests.crash.operations import OPERATIONS
+from tests.files import test_root as root
 from tests.lifetime import test_merging as merging
 from tests.lifetime import test_rollback_of_pauses as pauses
 from tests.log import test_expiry as expiry
@@ -15,11 +20,23 @@ from tests.log import test_races as races
 from tests.log import test_unknown_saves as saves
 from tests.log import test_voids as voids
 from tests.mutants import checks
-from tests.mutants.checks import Check, given, patched, seeds, small_files
+from tests.mutants.checks import Check, given, name_of, patched, seeds, small_files
 
 SUBMIT = next(operation for operation in OPERATIONS if operation.name == "submit")
 SLICE = seeds(range(12))
 """As many seeds as it takes: what a seed meets changes with every change of the code."""
+
+
+def on_disk(test: Callable[[Path], object]) -> Check:
+    """A test that takes a directory."""
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            test(Path(directory))
+
+    run.__name__ = name_of(test)
+    return run
+
 
 CAUGHT_BY: dict[str, Check] = {
     "no floor check after the link": patched(
@@ -31,6 +48,10 @@ CAUGHT_BY: dict[str, Check] = {
     ),
     "floor written after the first deletion": SLICE,
     "floor before the snapshot is durable": SLICE,
+    "a pool is wherever its path leads": on_disk(
+        root.test_a_copy_is_another_pool_also_under_the_inode_of_one_that_was_removed
+    ),
+    "a pool that is gone has free names": on_disk(root.test_a_pool_that_was_removed_is_not_made_again),
     "own-entry check left out": checks.a_lost_reply_is_no_lost_race,
     "our own staged name is taken for a failure": given(
         lost.test_a_name_that_is_taken_by_ourselves_is_no_failure, SUBMIT
