@@ -148,7 +148,11 @@ class StrawDataSource:
                 answer = self._lease(min(PAGE, num_samples - len(found)))
                 if answer.leases:
                     found += self._sampling.hand_out(answer.leases)
-                elif answer.status == "backpressured" and self._sampling.held == len(found) and self._lift_bound():
+                elif (
+                    answer.status == "backpressured"
+                    and self._sampling.held == len(found)
+                    and self._lift_bound(num_samples)
+                ):
                     continue  # nobody who holds a group of ours could make room: the caller has none of these yet
                 elif answer.status in ("paused", "backpressured"):
                     time.sleep(WAIT_S)
@@ -178,14 +182,20 @@ class StrawDataSource:
             raise TryAgain(f"Queue cannot supply rollout inputs: {answer.status} {answer.detail}".rstrip())
         return answer
 
-    def _lift_bound(self) -> bool:
-        """A bound on ready groups, left by workers, would keep them from the sampler that is to use them."""
+    def _lift_bound(self, wanted: int) -> bool:
+        """A bound on ready groups, left by workers, would keep them from the sampler that is to use them. `BadInput` if
+        so many can never be leased at once."""
 
         def view(machine: Any) -> QueueConfig:
             found: QueueConfig = machine.state.branch.queues[self.queue_name].row.config
             return found
 
         config = self.pool.log.refresh(view)
+        if 0 < config.max_leased < wanted:
+            raise BadInput(
+                f"{wanted} groups are asked for at once, and queue {self.queue_name} lets {config.max_leased} be leased: "
+                f"raise that (`strawq queue {self.pool.path} {self.queue_name} --max-leased {wanted}`)"
+            )
         if config.max_ready:
             logger.warning("the queue's max_ready of %d is lifted: this sampler uses ready groups", config.max_ready)
             self.pool.configure(self.queue_name, msgspec.structs.replace(config, max_ready=0))

@@ -292,6 +292,14 @@ def test_a_bound_that_workers_left_does_not_starve_a_sampler(make: Make, complet
     assert config == QueueConfig(max_attempts=7)
 
 
+def test_more_than_may_ever_be_leased_at_once_is_refused(make: Make) -> None:
+    source = make()
+    source.pool.configure("rollout", QueueConfig(max_leased=2))
+    with pytest.raises(BadInput, match=r"3 groups are asked for at once.*lets 2 be leased.*--max-leased 3"):
+        source.get_samples(3)
+    assert counts(source).fresh_leased == 0 and len(source.get_samples(2)) == 2
+
+
 def test_the_end_of_the_input_gives_a_short_list(make: Make) -> None:
     source = make()
     source.fill(8)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from strawq.model import VersionSpan, policy_number
-from strawq.samples import Group, Prompt, Sample
+from strawq.samples import Group, Prompt, Sample, without_response
 
 PROMPT_TOKENS = 3
 _ATTEMPTS, _PLACES = 100, 1000
@@ -56,7 +56,8 @@ def grown(group: Group, task: str, attempt: int, count: int, version: str, compl
 
 def begun_anew(group: Group, task: str) -> Group:
     """The group without a token."""
-    return Group(group.task_id, group.prompt, (Sample(0, metadata={"of": task}),))
+    anew = [msgspec.structs.replace(without_response(one), metadata={"of": task}) for one in group.samples]
+    return Group(group.task_id, group.prompt, tuple(anew))
 
 
 def _routes(task: str, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
