@@ -148,14 +148,11 @@ class StrawDataSource:
                 answer = self._lease(min(PAGE, num_samples - len(found)))
                 if answer.leases:
                     found += self._sampling.hand_out(answer.leases)
-                elif (
-                    answer.status == "backpressured"
-                    and self._sampling.held == len(found)
-                    and self._lift_bound(num_samples)
-                ):
-                    continue  # nobody who holds a group of ours could make room: the caller has none of these yet
                 elif answer.status in ("paused", "backpressured"):
-                    time.sleep(WAIT_S)
+                    # Where all that is held is what the caller does not have yet, nobody else could make room.
+                    alone = answer.status == "backpressured" and self._sampling.held == len(found)
+                    if not (alone and self._lift_bound(num_samples)):
+                        time.sleep(WAIT_S)
                 elif answer.status == "sealed" or not self._refill(num_samples - len(found)):
                     break
         except BaseException:
@@ -193,8 +190,8 @@ class StrawDataSource:
         config = self.pool.log.refresh(view)
         if 0 < config.max_leased < wanted:
             raise BadInput(
-                f"{wanted} groups are asked for at once, and queue {self.queue_name} lets {config.max_leased} be leased: "
-                f"raise that (`strawq queue {self.pool.path} {self.queue_name} --max-leased {wanted}`)"
+                f"{wanted} groups are asked for at once, and queue {self.queue_name} lets {config.max_leased} be "
+                f"leased: raise that (`strawq queue {self.pool.path} {self.queue_name} --max-leased {wanted}`)"
             )
         if config.max_ready:
             logger.warning("the queue's max_ready of %d is lifted: this sampler uses ready groups", config.max_ready)
