@@ -41,6 +41,41 @@ _BASE64_CHARACTERS = 1 << 18
 on."""
 
 
+def whole_numbers(given: Any, dtype: Any, what: str, *, least: int | None = None) -> Array:
+    """`given` (array, tensor or list) as an array of this integer dtype, every value as it was; an array that has the
+    dtype is only held against `least`. `BadInput` names the first value that is no whole number (a bool is one in
+    8 bits, as in masks), is less than `least`, or does not fit."""
+    kind = np.dtype(dtype)
+    bounds = np.iinfo(kind)
+    low = int(bounds.min) if least is None else least
+    if isinstance(given, np.ndarray) and given.dtype == kind:
+        if least is not None and given.size and given.min() < least:
+            raise BadInput(f"{what}: {_first_odd(given, given, low, int(bounds.max))}")
+        return given
+    try:
+        array = np.asarray(given)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise BadInput(f"{what}: {error}") from error
+    if not array.size:
+        return array.astype(kind)
+    flags = kind.itemsize == 1
+    whole = array.dtype.kind in ("iub" if flags else "iu")
+    if whole and not flags and isinstance(given, (list, tuple)):
+        whole = bool not in set(map(type, given))  # in a list with numbers NumPy makes them numbers
+    if not whole or int(array.min()) < low or int(array.max()) > bounds.max:
+        raise BadInput(f"{what}: {_first_odd(given, array, low, int(bounds.max))}")
+    return array.astype(kind)
+
+
+def _first_odd(given: Any, array: Array, low: int, high: int) -> str:
+    values = given if isinstance(given, (list, tuple)) and array.ndim == 1 else array.reshape(-1).tolist()
+    for at, value in enumerate(values):
+        number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not number or not low <= value <= high:
+            return f"{value!r:.60} at {at} is no whole number from {low} to {high}"
+    return f"{array.dtype} where whole numbers are needed"
+
+
 class Rows(Protocol):
     """What every holder of rows offers: `numpy.ndarray`, `torch.Tensor`, `RowList` and the lazy rows of a pack.
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from strawq.errors import BadInput, Misaligned
 from strawq.model import UNVERSIONED, VersionSpan, policy_number
-from strawq.rows import Rows, append_rows, head
+from strawq.rows import Rows, append_rows, head, whole_numbers
 
 Status = Literal["pending", "completed", "truncated", "aborted", "failed"]
 STATUSES: tuple[str, ...] = get_args(Status)
@@ -50,7 +50,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         if self.tokens is not None:
-            _force(self, "tokens", _vector(self.tokens, np.int32, "prompt tokens"))
+            _force(self, "tokens", _vector(self.tokens, np.int32, "prompt tokens", least=0))
 
 
 class SegmentInfo(msgspec.Struct, frozen=True):
@@ -112,7 +112,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         what = f"sample {self.index}"
-        _force(self, "tokens", _vector(self.tokens, np.int32, f"{what}: tokens"))
+        _force(self, "tokens", _vector(self.tokens, np.int32, f"{what}: tokens", least=0))
         if self.logprobs is not None:
             _force(self, "logprobs", _vector(self.logprobs, np.float32, f"{what}: logprobs"))
         if self.loss_mask is _ALL_TRAINED:
@@ -120,7 +120,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
         else:
             _force(self, "loss_mask", _vector(self.loss_mask, np.uint8, f"{what}: loss mask"))
         if self.prompt_tokens is not None:
-            _force(self, "prompt_tokens", _vector(self.prompt_tokens, np.int32, f"{what}: prompt tokens"))
+            _force(self, "prompt_tokens", _vector(self.prompt_tokens, np.int32, f"{what}: prompt tokens", least=0))
         _force(self, "versions", join_spans(self.versions))
         _force(self, "segments", tuple(self.segments))
 
@@ -137,22 +137,22 @@ class Group(msgspec.Struct, frozen=True, eq=False):
 _force = msgspec.structs.force_setattr
 
 
-def _vector(given: Any, dtype: Any, what: str) -> Any:
-    if isinstance(given, np.ndarray) and given.dtype == dtype and given.ndim == 1:
-        return given
-    try:
-        array = np.asarray(given)
-        if array.size == 0:
-            array = array.astype(dtype)
-        if array.dtype.kind not in ("iub" if np.issubdtype(dtype, np.integer) else "iubf"):
-            raise BadInput(f"{what}: {array.dtype} where {np.dtype(dtype).name} is needed")
-        result = array.astype(dtype)
-    except (OverflowError, TypeError, ValueError) as error:
-        raise BadInput(f"{what}: {error}") from error
+def _vector(given: Any, dtype: Any, what: str, least: int | None = None) -> Any:
+    """One axis of `dtype`: whole numbers as they are (`whole_numbers`), others rounded."""
+    if np.issubdtype(dtype, np.integer):
+        result = whole_numbers(given, dtype, what, least=least)
+    elif isinstance(given, np.ndarray) and given.dtype == dtype:
+        result = given
+    else:
+        try:
+            array = np.asarray(given)
+            if array.size and array.dtype.kind not in "iubf":
+                raise BadInput(f"{what}: {array.dtype} where {np.dtype(dtype).name} is needed")
+            result = array.astype(dtype)
+        except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+            raise BadInput(f"{what}: {error}") from error
     if result.ndim != 1:
         raise BadInput(f"{what}: shape {list(result.shape)} where one axis is needed")
-    if np.issubdtype(dtype, np.integer) and not np.array_equal(result, array):
-        raise BadInput(f"{what}: values do not fit {np.dtype(dtype).name}")
     return result
 
 

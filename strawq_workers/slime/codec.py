@@ -14,6 +14,7 @@ Attributes that start with `_strawq_` belong to whoever holds the sample now, an
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -22,8 +23,8 @@ import msgspec
 import numpy as np
 
 from strawq.alignment import check_group
-from strawq.errors import BadInput, Misaligned
-from strawq.rows import Rows
+from strawq.errors import BadInput, Misaligned, StrawqError
+from strawq.rows import Rows, whole_numbers
 from strawq.samples import Group, Prompt, Sample, Status
 from strawq_workers.slime import captures
 from strawq_workers.slime.columns import COLUMNS, OWN, REMOVED, classes_of, log_prob_column, mask_column
@@ -35,6 +36,7 @@ from strawq_workers.slime.sample import word
 from strawq_workers.slime.tree import Tree, attributes
 
 PRIVATE = "_strawq_"
+_INDEX_MAX = 1 << 62
 
 __all__ = ["group_of", "prompt_of", "samples_of"]
 
@@ -45,6 +47,11 @@ def prompt_of(sample: Any, group_index: Any = None, samples: int = 0) -> Prompt:
     Of `sample` everything is taken that is not an answer, its index as that of the group's first sample. Text, chat
     messages, token ids, label and metadata go into the prompt's columns where JSON gives them back equal. Raises
     `BadInput` that names the field."""
+    with _refused_as("a prompt"):
+        return _prompt_of(sample, group_index, samples)
+
+
+def _prompt_of(sample: Any, group_index: Any, samples: int) -> Prompt:
     given = _stored(sample)
     group_index = given.get("group_index") if group_index is None else group_index
     if "group_index" in given or group_index is not None:
@@ -69,11 +76,11 @@ def prompt_of(sample: Any, group_index: Any = None, samples: int = 0) -> Prompt:
         for name, value in sorted(given.items())
         if name not in COLUMNS and name not in OWN
     }
-    head = Head(fields, given.get("index"), further)
+    head = Head(fields, _first_index(given.get("index")), further)
     prompt_tokens = tokens[: len(tokens) - count]
     return Prompt(
         group_id="" if group_index is None else str(group_index),
-        tokens=np.asarray(prompt_tokens, np.int64) if prompt_tokens else None,
+        tokens=_ids(prompt_tokens, "tokens") if prompt_tokens else None,
         metadata=common,
         samples=samples,
         payload=MAGIC + msgspec.msgpack.encode(head),
@@ -92,10 +99,10 @@ def group_of(task_id: str, prompt: Prompt, samples: Sequence[Any], before: Group
     nested = any(len(place) > 1 for place, _ in flat)
     known = {sample.index: sample for sample in before.samples} if before else {}
     template = Template(prompt)
-    encoded = [
-        _encode_sample(at, given, template, known.get(at), place if nested else ())
-        for at, (place, given) in enumerate(flat)
-    ]
+    encoded = []
+    for at, (place, given) in enumerate(flat):
+        with _refused_as(f"sample {at}"):
+            encoded.append(_encode_sample(at, given, template, known.get(at), place if nested else ()))
     group = Group(task_id, prompt, tuple(encoded))
     check_group(group)
     return group
@@ -113,9 +120,9 @@ def _encode_sample(at: int, given: Any, template: Template, before: Sample | Non
     removed = bool(values.get(REMOVED))
     captured = captures.encode(values, len(tokens), count, what)
     body.kinds.update(captured.kinds)
-    listed = list(values.get("weight_versions") or [])
+    listed = _listed(values.get("weight_versions"), what)
     _other_fields(values, captured.left, type(given), template, tree, what, body)
-    if values.get("index") != template.index(at):
+    if not same(values.get("index"), template.index(at)):
         body.fields["index"] = tree.encode(values.get("index"), f"{what}.index")
     metadata = _metadata(values.get("metadata"), template, tree, what, body)
     status = word(values.get("status", "pending"))
@@ -143,6 +150,17 @@ def _encode_sample(at: int, given: Any, template: Template, before: Sample | Non
     return msgspec.structs.replace(built, payload=payload)
 
 
+@contextlib.contextmanager
+def _refused_as(what: str) -> Iterator[None]:
+    """Values of a user's own classes may raise anything when they are looked at."""
+    try:
+        yield
+    except StrawqError:
+        raise
+    except Exception as error:
+        raise BadInput(f"{what} cannot be stored: {type(error).__name__}: {error}") from error
+
+
 def _stored(sample: Any) -> dict[str, Any]:
     return {name: value for name, value in attributes(sample).items() if not name.startswith(PRIVATE)}
 
@@ -152,19 +170,31 @@ def _token_counts(values: Mapping[str, Any], what: str) -> tuple[list[int], int]
     tokens = values.get("tokens")
     tokens = [] if tokens is None else tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
     count = values.get("response_length") or 0
-    if type(count) is not int or not 0 <= count <= len(tokens):
+    whole = isinstance(count, (int, np.integer)) and not isinstance(count, bool)
+    if not whole or not 0 <= count <= len(tokens):
         raise Misaligned(f"{what}: response_length is {count!r}, and there are {len(tokens)} tokens with the prompt's")
-    return tokens, count
+    return tokens, int(count)
 
 
 def _ids(tokens: list[int], path: str) -> Any:
-    try:
-        ids = np.asarray(tokens, np.int64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadInput(f"{path} are not token ids: {error}") from error
-    if ids.size and not 0 <= ids.min() <= ids.max() < 1 << 31:
-        raise BadInput(f"{path}: ids from {ids.min()} to {ids.max()}; they must fit int32 and not be negative")
-    return ids.astype(np.int32)
+    ids = whole_numbers(tokens, np.int32, path, least=0)
+    if ids.ndim != 1:
+        raise BadInput(f"{path}: shape {list(ids.shape)} where one axis is needed")
+    return ids
+
+
+def _first_index(index: Any) -> int | None:
+    if index is None:
+        return None
+    if isinstance(index, bool) or not isinstance(index, (int, np.integer)) or not abs(index) < _INDEX_MAX:
+        raise BadInput(f"index: {index!r:.60} is no whole number below 2**62")
+    return int(index)
+
+
+def _listed(given: Any, what: str) -> list[Any]:
+    if isinstance(given, (str, bytes)):
+        raise BadInput(f"{what}.weight_versions is {given!r:.60}; it must be a list of versions")
+    return list(given or [])
 
 
 def _own_prompt(tokens: list[int], count: int, prompt: Prompt, what: str, body: Body) -> Any:

@@ -18,7 +18,7 @@ from strawq_workers.worker.generation import finished, next_step
 from strawq_workers.worker.hooks import raised
 from strawq_workers.worker.place import EngineRefused, first_of
 from strawq_workers.worker.turns import GenerationStopped, Turns
-from strawq_workers.worker.views import HookFailed
+from strawq_workers.worker.views import HookFailed, shown
 
 if TYPE_CHECKING:
     from strawq_workers.worker.group import GroupRun
@@ -69,6 +69,7 @@ async def _call(run: GroupRun, index: int) -> None:
     turns = await Turns.open(run, index)
     params = sampling_params(run)
     function = asyncio.ensure_future(place.hooks.run_generate(turns.view, params))
+    function.add_done_callback(_looked_at)
     outside = asyncio.ensure_future(turns.through_worker.wait())
     run.outside.add(outside)
     try:
@@ -86,6 +87,12 @@ async def _call(run: GroupRun, index: int) -> None:
         raise HookFailed("generate hook was cancelled from within")
     else:
         _end(turns, function)
+
+
+def _looked_at(function: asyncio.Future[Any]) -> None:
+    """What it raised may not be the reason: a turn that went wrong is, or the stop. Nobody is to miss it then."""
+    if not function.cancelled():
+        function.exception()
 
 
 def _of_the_function(error: StrawqError) -> StrawqError:
@@ -140,7 +147,8 @@ async def _until_over(run: GroupRun, function: asyncio.Future[Any]) -> bool:
                 f"the generate function did not end within {limit_s:g} s of being cancelled: let CancelledError through"
             )
         if not function.cancelled() and function.exception() is not None:
-            log.warning("task %s: its generate function raised as it was cancelled: %s", run.task, function.exception())
+            said = shown(function.exception(), str)
+            log.warning("task %s: its generate function raised as it was cancelled: %s", run.task, said)
         return True
     finally:
         for waiting in stopping:

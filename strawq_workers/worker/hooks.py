@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from strawq.errors import BadInput, Misaligned
+from strawq.rows import whole_numbers
 from strawq.samples import Group, Int32, Prompt, Sample
 from strawq_workers.filters import DynamicFilterOutput, apply_filter
 from strawq_workers.slime.flags import all_flags
@@ -32,6 +33,7 @@ from strawq_workers.worker.views import (
     hook_view,
     reward_value,
     shown,
+    taking,
     with_metadata,
 )
 
@@ -71,8 +73,10 @@ class Hooks:
         named = {"evaluation": self.evaluation} if "evaluation" in _keywords(self.generate) else {}
         try:
             return await self.generate(self.args, sample, sampling_params, **named)
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise raised("generate", error) from error  # in a task of its own it would end the event loop
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # in a task of its own `SystemExit` would end the event loop
+            raise raised("generate", error) from error
 
     async def change(self, group: Group) -> Group:
         """The group after the sample hooks, in order, on each sample without a reward. Raises `HookFailed`, or
@@ -101,7 +105,8 @@ class Hooks:
             answer = await call(hook, name, self.args, view, **given)
             if answer is not None and not isinstance(answer, HookSample):
                 raise HookFailed(f"{name} answered {shown(answer)}: return the sample, or None")
-            sample = changed_by_hook(group.prompt, sample, view if answer is None else answer, before, name)
+            with taking(name, answer):
+                sample = changed_by_hook(group.prompt, sample, view if answer is None else answer, before, name)
         return sample
 
     async def score(self, group: Group) -> Group:
@@ -110,16 +115,20 @@ class Hooks:
             return group
         if self.group_reward:
             return await self._score_group(self.reward, group)
-        views = [hook_view(group, sample) for sample in group.samples]
-        missing = [at for at, sample in enumerate(group.samples) if sample.reward is None]
-        calls = (call(self.reward, "reward", self.args, views[at]) for at in missing)
-        answers = await asyncio.gather(*calls, return_exceptions=True)  # a failure waits for the others: none runs on
-        samples = list(group.samples)
-        for at, answer in zip(missing, answers, strict=True):
-            if isinstance(answer, BaseException):
-                raise answer
-            samples[at] = _rewarded(group, samples[at], answer, views[at])
-        return msgspec.structs.replace(group, samples=tuple(samples))
+        calls = (self._score(self.reward, group, sample) for sample in group.samples)
+        samples = await asyncio.gather(*calls, return_exceptions=True)  # a failure waits for the others: none runs on
+        scored: list[Sample] = []
+        for sample in samples:
+            if isinstance(sample, BaseException):
+                raise sample
+            scored.append(sample)
+        return msgspec.structs.replace(group, samples=tuple(scored))
+
+    async def _score(self, reward: Hook, group: Group, sample: Sample) -> Sample:
+        if sample.reward is not None:
+            return sample
+        view = hook_view(group, sample)
+        return _rewarded(group, sample, await call(reward, "reward", self.args, view), view)
 
     async def _score_group(self, reward: Hook, group: Group) -> Group:
         if all(sample.reward is not None for sample in group.samples):
@@ -141,19 +150,19 @@ class Hooks:
             return DynamicFilterOutput(True)
         views = [hook_view(group, sample) for sample in group.samples]
         verdict: DynamicFilterOutput = await call(apply_filter, "dynamic_filter", self.filter, self.args, views)
-        return verdict
+        # The reason goes into records, logs and the names of metrics.
+        reason = None if verdict.reason is None else shown(verdict.reason, str)
+        return msgspec.structs.replace(verdict, reason=reason)
 
     async def tokenize(self, prompt: Prompt) -> Int32:
         """Token ids of a prompt without, by the hook. Raises `HookFailed`."""
         assert self.tokenizer is not None
         answer = await call(self.tokenizer, "tokenize", self.args, prompt)
-        try:
-            ids = np.asarray(answer)
-            if ids.ndim != 1 or ids.dtype.kind not in "iu":
-                raise ValueError(f"{ids.dtype} {list(ids.shape)} are not token ids")
-            return ids.astype(np.int32)
-        except (TypeError, ValueError) as error:
-            raise HookFailed(f"tokenize hook answered {shown(answer)}: {error}") from error
+        with taking("tokenize hook", answer):
+            ids = whole_numbers(answer, np.int32, "token ids", least=0)
+            if ids.ndim != 1 or not len(ids):
+                raise HookFailed(f"tokenize hook answered {shown(answer)}: return one list of token ids")
+            return ids
 
     async def detokenize(self, tokens: Int32) -> str:
         """Text of response tokens, by the hook. Raises `HookFailed`."""
@@ -212,8 +221,9 @@ def _address(url: str) -> dict[str, Any]:
 def _rewarded(group: Group, sample: Sample, answer: Any, view: HookSample) -> Sample:
     if answer is None:
         raise HookFailed(f"reward hook answered None for sample {sample.index}: return a number or dict")
-    scored = msgspec.structs.replace(sample, reward=reward_value(answer, sample.index))
-    return with_metadata(group.prompt, scored, view)
+    with taking("reward hook", answer):
+        scored = msgspec.structs.replace(sample, reward=reward_value(answer, sample.index))
+        return with_metadata(group.prompt, scored, view)
 
 
 async def call(function: Hook, name: str, *arguments: Any, **named: Any) -> Any:
@@ -231,7 +241,7 @@ async def call(function: Hook, name: str, *arguments: Any, **named: Any) -> Any:
     except asyncio.CancelledError as error:
         # Nobody cancels a worker's group from outside: something inside the hook was cancelled, and it leaked.
         raise HookFailed(f"{name} hook was cancelled from within") from error
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except BaseException as error:
         # Others' code may raise anything (signals come in another way): it is the reason, and the worker lives.
         raise raised(name, error) from error
 
@@ -265,7 +275,7 @@ def _keywords(function: Hook) -> set[str]:
     """Names that the hook takes by keyword; `_ANY` if it takes any."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
+    except Exception:  # noqa: BLE001 (a `__signature__` is others' code)
         return set()
     names = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     return names | {_ANY} if any(p.kind is p.VAR_KEYWORD for p in parameters) else names

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from strawq.errors import BadInput, EngineUnavailable
+from strawq.rows import whole_numbers
 from strawq.samples import Int32, Prompt
 from strawq_workers.engine.vocabulary import decode_tokens
 from strawq_workers.sglang.client import EngineClient
@@ -70,7 +71,8 @@ class Texts:
                 f"{engine.url} does not tokenise (POST {path}: status {status}): submit prompts with token ids, or "
                 "give the worker a tokenize hook"
             )
-        return np.asarray(decode_info(body, _Tokens, what=f"POST {engine.url}{path}").tokens, dtype=np.int32)
+        what = f"POST {engine.url}{path}"
+        return whole_numbers(decode_info(body, _Tokens, what=what).tokens, np.int32, what, least=0)
 
     async def text_of(self, tokens: Int32) -> str | None:
         """Text of response tokens, or None if nobody can decode them (said once in the log)."""

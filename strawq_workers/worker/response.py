@@ -18,16 +18,29 @@ import numpy as np
 from strawq.alignment import check_sample
 from strawq.errors import BadInput, Misaligned
 from strawq.model import VersionSpan
-from strawq.samples import NO_POLICY, Int32, Sample, SegmentInfo, extend
+from strawq.rows import whole_numbers
+from strawq.samples import NO_POLICY, Int32, Sample, SegmentInfo, UInt8, extend
 from strawq_workers.worker.generation import no_policy
-from strawq_workers.worker.views import TURN, UNREAD, HookFailed, HookSample, Status, with_mask, with_metadata
+from strawq_workers.worker.views import (
+    TURN,
+    UNREAD,
+    HookFailed,
+    HookSample,
+    Status,
+    mask_of,
+    shown,
+    taking,
+    with_mask,
+    with_metadata,
+)
 
 if TYPE_CHECKING:
     from strawq_workers.worker.group import GroupRun
 
 FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """Status that follows from how an answer ended."""
-_NAME = "generate function"
+NAME = "generate function"
+"""What its user's code is called in messages."""
 
 
 class Response:
@@ -84,85 +97,107 @@ class Response:
     def absorb(self) -> None:
         """Takes over what the function has changed in the view: tokens after those that were there, masks, metadata.
         Raises `HookFailed` or `Misaligned`, with the sample as it was."""
+        before = self.sample
+        try:
+            with taking(NAME, self.view):
+                self._absorb()
+        except BaseException:
+            if self.sample is not before:
+                self.run.put(before)
+            raise
+
+    def _absorb(self) -> None:
         view = self.view
-        ids = list(view.tokens)
+        ids = whole_numbers(view.tokens, np.int32, f"tokens of sample {self.index}", least=0)
         self._absorb_prompt(ids)
-        there = self.prompt.tolist() + self.sample.tokens.tolist() + self.unread.tolist()
-        if ids[: len(there)] != there:
+        there = np.concatenate([self.prompt, self.sample.tokens, self.unread])
+        if not np.array_equal(ids[: len(there)], there):
             at = next((at for at, (a, b) in enumerate(zip(ids, there, strict=False)) if a != b), len(ids))
-            raise HookFailed(f"{_NAME} changed token {at} of sample {self.index}: tokens are only added")
+            raise HookFailed(f"{NAME} changed token {at} of sample {self.index}: tokens are only added")
         count = len(ids) - len(self.prompt)
         if view.response_length != count:
             raise Misaligned(
-                f"{_NAME}: sample {self.index} says {view.response_length} response tokens, and has {count} after "
+                f"{NAME}: sample {self.index} says {view.response_length} response tokens, and has {count} after "
                 f"its prompt of {len(self.prompt)}"
             )
         mask = view.loss_mask
         for what, given in (("loss mask", mask), ("log-probs", view.rollout_log_probs)):
             if given is not None and len(given) != count:
                 raise Misaligned(
-                    f"{_NAME}: sample {self.index} has {count} response tokens, its {what} {len(given)} entries"
+                    f"{NAME}: sample {self.index} has {count} response tokens, its {what} {len(given)} entries"
                 )
+        flags = None if mask is None else mask_of(mask, count, f"{NAME}: sample {self.index}")
         if len(ids) > len(there):
-            self._absorb_tail(ids[len(there) :], mask)
-        shown = HookSample(
-            loss_mask=None if mask is None else list(mask[: len(self.sample.tokens)]), remove_sample=view.remove_sample
+            self._absorb_tail(self._in_vocabulary(ids[len(there) :]), flags)
+        masked = HookSample(
+            loss_mask=None if flags is None else flags[: len(self.sample.tokens)].tolist(),
+            remove_sample=view.remove_sample,
         )
-        before = with_mask(self.sample, shown, _NAME)
+        before = with_mask(self.sample, masked, NAME)
         after = with_metadata(self.run.group.prompt, before, view)
         last = self.last_turn()
         noted = last is not None and last[1] != "abort" and after.metadata != before.metadata
         self.put(after, **({TURN: None} if noted else {}))  # what the function has taken note of is not given again
 
-    def _absorb_prompt(self, ids: list[int]) -> None:
+    def _in_vocabulary(self, ids: Int32) -> Int32:
+        """The ids, if the engines have them all: one that they have not would be refused with the next request, or be
+        trained on without one."""
+        size, what = self.run.place.fleet.shape.vocab_size, f"{NAME}: sample {self.index}"
+        beyond = ids[ids >= size]
+        if len(beyond):
+            raise HookFailed(f"{what}: token id {int(beyond[0])} is outside the vocabulary of {size} tokens")
+        return ids
+
+    def _absorb_prompt(self, ids: Int32) -> None:
         """A function may put other ids in front as long as there is no response: its own chat template, tools."""
-        if self.length or ids[: len(self.prompt)] == self.prompt.tolist():
+        if self.length or np.array_equal(ids[: len(self.prompt)], self.prompt):
             return
         start = len(ids) - self.view.response_length
         if start < 1:
             raise HookFailed(
-                f"{_NAME}: of the {len(ids)} tokens of sample {self.index} {self.view.response_length} are response: "
+                f"{NAME}: of the {len(ids)} tokens of sample {self.index} {self.view.response_length} are response: "
                 "no prompt is left"
             )
-        self.run.put(msgspec.structs.replace(self.sample, prompt_tokens=np.asarray(ids[:start], np.int32)))
+        self.run.put(msgspec.structs.replace(self.sample, prompt_tokens=self._in_vocabulary(ids[:start])))
 
-    def _absorb_tail(self, tail: list[int], mask: list[int] | None) -> None:
+    def _absorb_tail(self, tail: Int32, mask: UInt8 | None) -> None:
         """Tokens that the function has put behind the others itself, after requests of its own."""
         view, count = self.view, len(tail)
-        flags = [1] * count if mask is None else list(mask[-count:])
-        if not any(flags):
+        flags = np.ones(count, np.uint8) if mask is None else mask[-count:]
+        if not flags.any():
             self.add_no_policy(tail)
             return
         logprobs = None if view.rollout_log_probs is None else view.rollout_log_probs[-count:]
         seen = [span.version for span in self.sample.versions if span.version]
-        self.add(tail, logprobs, flags, list(view.weight_versions)[len(seen) :], view.rollout_routed_experts)
+        self.add(tail, logprobs, flags, _versions(view.weight_versions)[len(seen) :], view.rollout_routed_experts)
 
     # -- adding -------------------------------------------------------------------------------------------------
 
     def append(self, tokens: Any, log_probs: Any, *, trainable: bool, meta_info: Mapping[str, Any]) -> None:
         """See `HookSample.append_response_tokens`."""
         self.absorb()
-        ids = np.asarray(tokens, np.int32).reshape(-1).tolist()
+        ids = whole_numbers(tokens, np.int32, f"tokens added to sample {self.index}", least=0).reshape(-1)
+        ids = self._in_vocabulary(ids)
         if trainable:
             version = meta_info.get("weight_version")
-            self.add(ids, log_probs, [1] * len(ids), [version] if version else [], _routes(meta_info))
+            self.add(ids, log_probs, np.ones_like(ids, np.uint8), [str(version)] if version else [], _routes(meta_info))
         elif log_probs is not None:
             raise BadInput("tokens that are not trainable have no log-probs: leave log_probs out")
         else:
             self.add_no_policy(ids)
         self.show()
 
-    def add_no_policy(self, ids: list[int]) -> None:
+    def add_no_policy(self, ids: Int32) -> None:
         """With R3 they wait for the turn that reads them; without, they are the sample's at once."""
-        if not ids:
+        if not len(ids):
             return
         if self.run.place.options.routed_experts:
-            self.put(self.sample, **{UNREAD: self.unread.tolist() + ids})
+            self.put(self.sample, **{UNREAD: self.unread.tolist() + ids.tolist()})
             return
-        more = no_policy(self.index, np.asarray(ids, np.int32), self.run.place.plan)
+        more = no_policy(self.index, ids, self.run.place.plan)
         self.put(_open(extend(self.sample, more)))
 
-    def add(self, ids: list[int], log_probs: Any, flags: list[int], versions: list[str], routes: Any) -> None:
+    def add(self, ids: Int32, log_probs: Any, flags: UInt8, versions: list[str], routes: Any) -> None:
         """Tokens of a policy, from a request of the function's own."""
         place, sample, count = self.run.place, self.sample, len(ids)
         what = f"generate function: sample {self.index}: {count} tokens"
@@ -179,9 +214,9 @@ class Response:
         span = VersionSpan(0, count, first, "" if first == last else last)
         more = Sample(
             index=self.index,
-            tokens=np.asarray(ids, np.int32),
-            logprobs=np.asarray(log_probs, np.float32) if place.options.logprobs else None,
-            loss_mask=np.asarray(flags, np.uint8),
+            tokens=ids,
+            logprobs=log_probs if place.options.logprobs else None,
+            loss_mask=flags,
             versions=(span,),
             segments=(SegmentInfo(0, count, place.plan.record, place.options.logprob_mode),),
         )
@@ -201,7 +236,7 @@ class Response:
         shape = self.run.place.fleet.shape
         have = 0 if self.sample.r3 is None else len(self.sample.r3)
         due = len(self.prompt) + len(self.sample.tokens) + added - 1 - have
-        rows = np.asarray(given, np.int32).reshape(-1, shape.layers, shape.topk)
+        rows = whole_numbers(given, np.int32, f"{what}: R3 rows").reshape(-1, shape.layers, shape.topk)
         if len(rows) not in (due, due + have):
             raise Misaligned(f"{what} came with {len(rows)} R3 rows, {due} are due after the {have} that are there")
         return rows[len(rows) - due :]
@@ -209,6 +244,12 @@ class Response:
 
 def _open(sample: Sample) -> Sample:
     return msgspec.structs.replace(sample, status="aborted", finish_reason="")
+
+
+def _versions(given: Any) -> list[str]:
+    if not isinstance(given, (list, tuple)) or not all(isinstance(version, (str, int)) for version in given):
+        raise HookFailed(f"{NAME} left {shown(given)} as weight_versions: list the versions as text")
+    return [str(version) for version in given]
 
 
 def _routes(meta_info: Mapping[str, Any]) -> Any:

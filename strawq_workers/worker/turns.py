@@ -23,7 +23,7 @@ from strawq_workers.sglang.segment import Segment
 from strawq_workers.sglang.wire import GenerateRequest, Sampling
 from strawq_workers.worker.generation import budget_left, take_turn
 from strawq_workers.worker.place import first_of
-from strawq_workers.worker.response import FINISH, Response
+from strawq_workers.worker.response import FINISH, NAME, Response
 from strawq_workers.worker.views import (
     TURN,
     UNREAD,
@@ -31,8 +31,10 @@ from strawq_workers.worker.views import (
     HookSample,
     Status,
     hook_view,
+    response_text,
     reward_value,
     shown,
+    taking,
     word,
 )
 
@@ -120,14 +122,15 @@ class Turns:
         """See `HookSample.append_response_tokens`."""
         self.response.view = view
         try:
-            self.response.append(tokens, log_probs, trainable=trainable, meta_info=meta_info)
+            with taking(NAME, tokens):
+                self.response.append(tokens, log_probs, trainable=trainable, meta_info=meta_info)
+                self.view.response = self._text = self.view.response + (text or "")
+                finish = meta_info.get("finish_reason")
+                if terminal and isinstance(finish, Mapping) and finish.get("type") in FINISH:
+                    self.view.status = FINISH[finish["type"]]
         except StrawqError as error:
             self.trouble = self.trouble or error
             raise
-        self.view.response = self._text = self.view.response + (text or "")
-        finish = meta_info.get("finish_reason")
-        if terminal and isinstance(finish, Mapping) and finish.get("type") in FINISH:
-            self.view.status = FINISH[finish["type"]]
 
     # -- turns --------------------------------------------------------------------------------------------------
 
@@ -136,7 +139,9 @@ class Turns:
         self.response.view = view
         self.through_worker.set()
         try:
-            return await self._turn(self._sampling(params or {}))
+            with taking(NAME, params):
+                sampling = self._sampling(params or {})
+            return await self._turn(sampling)
         except StrawqError as error:
             if not isinstance(error, GenerationStopped):
                 self.trouble = self.trouble or error
@@ -247,6 +252,10 @@ class Turns:
 
     def finish(self, answer: Any) -> None:
         """Takes the function's answer: the sample has ended, or is `aborted` and can be gone on with."""
+        with taking(NAME, answer):
+            self._finish(answer)
+
+    def _finish(self, answer: Any) -> None:
         view = self._answered(answer)
         response, index = self.response, self.response.index
         response.view = view
@@ -267,8 +276,8 @@ class Turns:
                 f"R3 has {rows} rows where {due} are due: end with a turn, or run the worker without routed_experts"
             )
         reason = {"completed": "stop", "truncated": "length"}.get(status, "")
-        reward = reward_value(view.reward, index)
-        sample = msgspec.structs.replace(sample, status=status, finish_reason=reason, reward=reward, text=view.response)
+        reward, text = reward_value(view.reward, index, NAME), response_text(view, NAME)
+        sample = msgspec.structs.replace(sample, status=status, finish_reason=reason, reward=reward, text=text)
         check_sample(sample, len(response.prompt))
         response.put(sample, **{TURN: None, UNREAD: None})
 

@@ -4,14 +4,18 @@ The rule: a view is a copy, and what comes back from it is checked before it cou
 loss mask, `remove_sample`, the metadata, the response text and a final status; it may not change tokens or log-probs,
 and a mask of another length than the response is refused with both lengths. Metadata that is the prompt's own is not
 copied into the sample.
+
+Whatever the user's code left behind is read inside `taking`: it may be anything, and what reading it raises fails the
+attempt.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -19,7 +23,7 @@ import numpy as np
 
 from strawq.errors import BadInput, Misaligned, StrawqError
 from strawq.json_values import json_text
-from strawq.samples import Group, Prompt, Sample
+from strawq.samples import Group, Prompt, Sample, UInt8
 
 REMOVED = "remove_sample"
 """Key of `Sample.metadata`: a hook has taken the sample out of training; its loss mask is 0."""
@@ -129,6 +133,25 @@ class HookSample:
         )
 
 
+@contextlib.contextmanager
+def taking(name: str, answer: Any) -> Iterator[None]:
+    """The boundary to the user's code: what stands inside reads what `name` has answered or left in its sample. All
+    that it raises becomes `HookFailed` with the answer, but for `Misaligned`, which says more, and what is not the
+    answer's fault (storage, a stop)."""
+    try:
+        yield
+    except (HookFailed, Misaligned):
+        raise
+    except BadInput as error:
+        raise HookFailed(str(error) if str(error).startswith(name) else f"{name}: {error}") from error
+    except StrawqError:
+        raise
+    except BaseException as error:  # properties and methods of the answer are others' code, and may raise anything
+        raise HookFailed(
+            f"{name} answered {shown(answer)}, which cannot be taken: {type(error).__name__}: {shown(error, str, 300)}"
+        ) from error
+
+
 def word(status: Any) -> str:
     """A status as its word, of whichever enumeration it is."""
     return str(getattr(status, "value", status))
@@ -187,29 +210,44 @@ def changed_by_hook(prompt: Prompt, sample: Sample, view: HookSample, before: Ho
         raise HookFailed(f"{what}: status {status!r} is not one that a finished sample can have")
     sample = with_metadata(prompt, sample, view)
     sample = with_mask(sample, view, what)
-    text = view.response if view.response != before.response else sample.text
-    return msgspec.structs.replace(sample, text=text, status=status, reward=reward_value(view.reward, sample.index))
+    text = response_text(view, name) if view.response != before.response else sample.text
+    reward = reward_value(view.reward, sample.index, name)
+    return msgspec.structs.replace(sample, text=text, status=status, reward=reward)
 
 
 def with_mask(sample: Sample, view: HookSample, what: str) -> Sample:
     """The sample with the view's loss mask, all 0 where the view takes it out of training."""
-    mask = sample.loss_mask
-    if view.loss_mask is not None:
-        if len(view.loss_mask) != len(sample.tokens):
-            raise Misaligned(
-                f"{what}: its loss mask has {len(view.loss_mask)} entries, the response {len(sample.tokens)} tokens"
-            )
-        mask = np.asarray(view.loss_mask)
-        if mask.size and not np.isin(mask, (0, 1)).all():
-            raise HookFailed(f"{what}: its loss mask holds something else than 0 and 1")
+    count = len(sample.tokens)
+    mask = sample.loss_mask if view.loss_mask is None else mask_of(view.loss_mask, count, what)
     metadata = {name: value for name, value in sample.metadata.items() if name != REMOVED}
     if view.remove_sample:
-        mask, metadata = np.zeros(len(sample.tokens), np.uint8), {**metadata, REMOVED: True}
-    return msgspec.structs.replace(sample, loss_mask=mask.astype(np.uint8), metadata=metadata)
+        mask, metadata = np.zeros(count, np.uint8), {**metadata, REMOVED: True}
+    return msgspec.structs.replace(sample, loss_mask=mask, metadata=metadata)
+
+
+def mask_of(given: Any, count: int, what: str) -> UInt8:
+    """A loss mask as it is stored, uint8 [count]. `Misaligned` if it has another length, `HookFailed` for anything else
+    than 0 and 1."""
+    if len(given) != count:
+        raise Misaligned(f"{what}: its loss mask has {len(given)} entries, the response {count} tokens")
+    mask = np.asarray(given)
+    if mask.ndim != 1 or (count and (mask.dtype.kind not in "iubf" or not np.isin(mask, (0, 1)).all())):
+        raise HookFailed(f"{what}: its loss mask holds something else than 0 and 1 ({shown(given)})")
+    return mask.astype(np.uint8)
+
+
+def response_text(view: HookSample, name: str) -> str | None:
+    """The view's response as it is stored; None: nobody knows it. `HookFailed` if it is no text."""
+    text: Any = view.response
+    if text is not None and not isinstance(text, str):
+        raise HookFailed(f"{name} left {shown(text)} as the response of sample {view.index}: it must be text")
+    return text
 
 
 def with_metadata(prompt: Prompt, sample: Sample, view: HookSample) -> Sample:
     """The sample with the view's metadata, less what is the prompt's own. `HookFailed` if it is not JSON."""
+    if not isinstance(view.metadata, Mapping):
+        raise HookFailed(f"the metadata of sample {sample.index} are {shown(view.metadata)} now: leave them a dict")
     kept = {name: sample.metadata[name] for name in (REMOVED, UNREAD, TURN) if name in sample.metadata}
     _, own = _given(prompt, sample)
     added = {name: value for name, value in view.metadata.items() if name not in own or not _same(own[name], value)}
@@ -217,14 +255,15 @@ def with_metadata(prompt: Prompt, sample: Sample, view: HookSample) -> Sample:
     return msgspec.structs.replace(sample, metadata={**added, **kept})
 
 
-def reward_value(given: Any, index: int) -> float | dict[str, Any] | None:
+def reward_value(given: Any, index: int, name: str = "reward hook") -> float | dict[str, Any] | None:
     """A hook's reward as it is stored. `HookFailed` if it is neither a number nor a JSON dict."""
     if given is None:
         return None
-    if hasattr(given, "item") and not isinstance(given, dict):
+    answer = given
+    if hasattr(given, "item") and not isinstance(given, dict) and getattr(given, "shape", ()) in ((), (1,)):
         given = given.item()  # a NumPy or torch scalar
     if not isinstance(given, (bool, int, float, dict)):
-        raise HookFailed(f"reward hook answered {shown(given)} for sample {index}: return a number or dict")
+        raise HookFailed(f"{name} answered {shown(answer)} for sample {index}: return a number or dict")
     if isinstance(given, dict):
         _require_json(given, f"reward of sample {index}")
         return given
@@ -233,7 +272,7 @@ def reward_value(given: Any, index: int) -> float | dict[str, Any] | None:
     except OverflowError:
         reward = math.inf
     if not math.isfinite(reward):
-        raise HookFailed(f"reward hook answered {shown(given)} for sample {index}, which cannot be trained on")
+        raise HookFailed(f"{name} answered {shown(given)} for sample {index}, which cannot be trained on")
     return reward
 
 
@@ -242,7 +281,7 @@ def shown(value: Any, show: Callable[[Any], str] = repr, characters: int = 100) 
     not worth another failure."""
     try:
         text = show(value)[:characters]
-    except Exception as error:  # noqa: BLE001 (others' code)
+    except BaseException as error:  # noqa: BLE001 (others' code)
         return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
     return text.encode("utf-8", "backslashreplace").decode()
 

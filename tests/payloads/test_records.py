@@ -28,7 +28,7 @@ JSON = st.recursive(
 PROMPTS = st.builds(
     Prompt,
     group_id=st.text(max_size=20),
-    tokens=st.none() | st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8),
+    tokens=st.none() | st.lists(st.integers(0, 2**31 - 1), max_size=8),
     text=st.none() | st.text(max_size=20),
     messages=st.none() | st.lists(st.dictionaries(st.text(max_size=5), JSON, max_size=2), max_size=2),
     label=st.none() | st.text(max_size=5),
