@@ -14,7 +14,7 @@ import logging
 import threading
 from typing import Any, Protocol
 
-from strawq.errors import BadInput, StrawqError, TryAgain
+from strawq.errors import BadInput, TryAgain
 from strawq_workers.admission.refill import Account
 from strawq_workers.rollout.background import LoopThread
 from strawq_workers.rollout.measures import WorkRates
@@ -23,6 +23,7 @@ from strawq_workers.sglang.fleet import Fleet
 from strawq_workers.sglang.options import EngineOptions
 from strawq_workers.worker.options import WorkerOptions
 from strawq_workers.worker.process import open_fleet
+from strawq_workers.worker.views import shown
 
 log = logging.getLogger("strawq.rollout")
 
@@ -161,5 +162,5 @@ def _close_at_exit() -> None:
 def _close_quietly() -> None:
     try:
         close_rollouts()
-    except StrawqError as error:
-        log.warning("the end of a rollout: %s", error)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (a data source is the user's code; nobody is left to tell)
+        log.warning("the end of a rollout: %s", shown(error, str, 1000))

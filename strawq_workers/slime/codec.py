@@ -170,7 +170,7 @@ def _token_counts(values: Mapping[str, Any], what: str) -> tuple[list[int], int]
     tokens = values.get("tokens")
     tokens = [] if tokens is None else tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
     count = values.get("response_length") or 0
-    whole = isinstance(count, (int, np.integer)) and not isinstance(count, bool)
+    whole: Any = isinstance(count, (int, np.integer)) and not isinstance(count, bool)
     if not whole or not 0 <= count <= len(tokens):
         raise Misaligned(f"{what}: response_length is {count!r}, and there are {len(tokens)} tokens with the prompt's")
     return tokens, int(count)
@@ -186,7 +186,8 @@ def _ids(tokens: list[int], path: str) -> Any:
 def _first_index(index: Any) -> int | None:
     if index is None:
         return None
-    if isinstance(index, bool) or not isinstance(index, (int, np.integer)) or not abs(index) < _INDEX_MAX:
+    whole = isinstance(index, (int, np.integer)) and not isinstance(index, bool)
+    if not whole or not -_INDEX_MAX < index < _INDEX_MAX:
         raise BadInput(f"index: {index!r:.60} is no whole number below 2**62")
     return int(index)
 

@@ -26,7 +26,7 @@ from strawq_workers.slime.arguments import validate_rollout_arguments, value_of
 from strawq_workers.slime.buffer_file import Saved, in_words, read_saved, saved_path, saved_rollouts, write_saved
 from strawq_workers.slime.dataset import Cursor, PromptDataset
 from strawq_workers.slime.places import expanded, require_places
-from strawq_workers.worker.hooks import load_hook
+from strawq_workers.worker.hooks import as_raised, load_hook
 
 log = logging.getLogger("strawq.slime")
 
@@ -107,7 +107,10 @@ class ObjectStoreDataSource:
     def _from_buffer(self, count: int) -> Samples:
         if not self.buffer or not count:
             return []
-        found: Any = self._filter(self.args, None, self.buffer, count)
+        try:
+            found: Any = self._filter(self.args, None, self.buffer, count)
+        except (Exception, SystemExit) as error:
+            raise as_raised("the function of --buffer-filter-path", error) from error
         if not isinstance(found, list) or len(found) > count or not all(isinstance(group, list) for group in found):
             raise BadInput(
                 f"--buffer-filter-path {value_of(self.args, 'buffer_filter_path')} answered something else than at "

@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from concurrent import futures
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -232,9 +233,9 @@ async def call(function: Hook, name: str, *arguments: Any, **named: Any) -> Any:
     try:
         if is_coroutine_function(function):
             return await function(*arguments, **named)
-        answer, error = await asyncio.to_thread(_answered, function, arguments, named)
+        answer, error = await asyncio.to_thread(answered, function, *arguments, **named)
         if error is not None:
-            raise raised(name, error) from error
+            raise error if isinstance(error, Misaligned) else raised(name, error) from error
         return await answer if inspect.isawaitable(answer) else answer
     except (Misaligned, HookFailed):
         raise
@@ -246,15 +247,22 @@ async def call(function: Hook, name: str, *arguments: Any, **named: Any) -> Any:
         raise raised(name, error) from error
 
 
-def _answered(function: Hook, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, BaseException | None]:
-    """The answer or what was raised, as a value: a future takes no `StopIteration`, and a thread's `KeyboardInterrupt`
-    would take the event loop with it."""
+def answered(function: Hook, /, *arguments: Any, **named: Any) -> tuple[Any, BaseException | None]:
+    """The answer or what was raised, as a value. So all code of the user's is called in an executor: a future takes no
+    `StopIteration`, and what ends an interpreter or a task would take the event loop, and whoever waits, with it."""
     try:
         return function(*arguments, **named), None
-    except Misaligned:
-        raise
     except BaseException as error:  # noqa: BLE001 (it is raised where it is waited for)
         return None, error
+
+
+def as_raised(name: str, error: BaseException) -> BaseException:
+    """What the user's `name` raised, as it may be raised in a coroutine: an exception as it is, but for those that say
+    something else there (the end of an iterator or of the process, a cancellation), which are told in words."""
+    if isinstance(error, StopIteration):
+        return HookFailed(f"{name} raised StopIteration: answer with fewer, or none, where the data have ended")
+    told = isinstance(error, (StopAsyncIteration, futures.CancelledError)) or not isinstance(error, Exception)
+    return raised(name, error) if told else error
 
 
 def raised(name: str, error: BaseException) -> HookFailed:

@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -23,6 +23,7 @@ from strawq.model import Pause, Stage, Task
 from strawq.samples import Group, Prompt, Sample
 from strawq.work import Change, Work
 from strawq_workers.worker.generation import finished
+from strawq_workers.worker.hooks import answered, as_raised
 from strawq_workers.worker.source import Around
 
 log = logging.getLogger("strawq.worker")
@@ -119,7 +120,11 @@ class MemorySource:
         return f"memory.{self._requests}"
 
     async def run(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, functools.partial(call, *args, **options))
+        made = functools.partial(answered, call, *args, **options)
+        answer, error = await asyncio.get_running_loop().run_in_executor(self._thread, made)
+        if error is not None:
+            raise as_raised("the data source", error) from error
+        return cast(T, answer)
 
     async def acquire(self, count: int = 1, *, begun_only: bool = False, request_id: str | None = None) -> Leases:
         """Leases what waits here, then what the data source has; what was begun is never held back, for a caller may
