@@ -63,7 +63,8 @@ def verify(pool: Pool, *, full: bool = False, repair: bool = False, progress: Pr
         if seen is None:
             raise
         return seen
-    repaired = tuple(_repair(pool)) if repair else ()
+    # Where an entry is missing nothing that a repair does is without loss.
+    repaired = tuple(_repair(pool)) if repair and pool.log.gap is None else ()
     state: State = pool.log.refresh_leniently(lambda machine: machine.state)
     looks = Looks(pool, state.seq)
     oldest = max(state.meta.floor, 1)
@@ -195,7 +196,9 @@ def _check_log(pool: Pool, looks: Looks, oldest: int, head: int, found: list[Fin
             found.append(Finding(layout.entry(seq), entry, (rest,), remedy))
             previous = ""
         elif entry is None:
-            if seq <= head:
+            if seq > head and pool.log.gap is not None:
+                found.append(_gap(looks, *pool.log.gap))
+            elif seq <= head:
                 found.append(
                     Finding(
                         layout.entry(seq), "is missing", (f"reading history at {seq}",), "restore the file from a copy"
@@ -204,13 +207,45 @@ def _check_log(pool: Pool, looks: Looks, oldest: int, head: int, found: list[Fin
             previous = ""
         else:
             if previous and entry.line.prev != previous and (count or entry.line.prev != UNBOUND):
-                found.append(Finding(layout.entry(seq), "follows another history", (), "restore the file from a copy"))
+                found.append(_other_history(seq))
             previous = entry.digest
             count += 1
         if seq % 100 == 0:
             progress("log", seq - oldest, head - oldest + 1)
         seq += 1
     return count
+
+
+def _gap(looks: Looks, missing: int, newest: int) -> Finding:
+    """What to do where an entry is gone and others stand behind it."""
+    last = missing
+    while last + 1 < newest and looks.entry(last + 1) is None:
+        last += 1
+    more = f", as all up to entry {last}" if last > missing else ""
+    return Finding(
+        layout.entry(missing),
+        f"is missing{more}, and entries up to {newest} stand behind it",
+        (f"every state after entry {missing - 1}, and every process that opens the pool",),
+        f"restore the file from a copy of the pool, or from the trash of its mount; {_cut_off(missing - 1, newest)}",
+    )
+
+
+def _other_history(seq: int) -> Finding:
+    return Finding(
+        layout.entry(seq),
+        f"follows another history than the one that entry {seq - 1} ends: one of the two has been replaced, or written "
+        "anew where it was missing",
+        (f"every state after entry {seq - 1} that no snapshot holds",),
+        f"restore both files from one copy of the pool; {_cut_off(seq - 1, 0)}",
+    )
+
+
+def _cut_off(last: int, newest: int) -> str:
+    behind = f"entries {last + 1} to {newest}" if newest else f"entry {last + 1} and those behind it"
+    return (
+        f"without one, end all processes of the pool and move {behind} out of {layout.LOG}/: it goes on from entry "
+        f"{last}, what {behind} say is lost, and `strawq verify POOL --full` says which objects went with them"
+    )
 
 
 def _read_snapshot(pool: Pool, seq: int) -> Snapshot | str | None:

@@ -29,6 +29,12 @@ def entry(seq: int) -> str:
     return f"{LOG}/{seq // ENTRIES_PER_SEGMENT:09d}/{seq:012d}.json"
 
 
+def entry_seq(name: str) -> int:
+    """The number in an entry's name, or 0 if it is not such a name."""
+    stem, dot, suffix = name.partition(".")
+    return int(stem) if dot and suffix == "json" and len(stem) == 12 and stem.isascii() and stem.isdigit() else 0
+
+
 def floor(number: int) -> str:
     return f"{FLOORS}/{number:09d}"
 

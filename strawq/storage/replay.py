@@ -1,7 +1,8 @@
 """Reading the log: the newest snapshot, then every entry after it, in order, each once, each whole.
 
 The end of the log is the first number that nobody has, unless a trim that we do not know of has taken it away: then
-we are below the floor, and start again from a newer snapshot.
+we are below the floor, and start again from a newer snapshot. Entries get their names in order, so where one is
+missing and others follow, somebody has taken it away: its number is not free. Looked for once, when the log is loaded.
 """
 
 from __future__ import annotations
@@ -72,8 +73,12 @@ class Replay(Generic[M]):
         """Entry of the newest snapshot that this process has read or written."""
         self.damage: dict[str, str] = {}
         """Damaged snapshots that were passed over, by path."""
+        self.gap: tuple[int, int] | None = None
+        """The number of an entry that is missing, and the newest behind it, if the last look at the log has found
+        that."""
         self._clock = clock
         self._loaded = False
+        self._no_gap = False
         self._at_end = False
         self._snapshot_bytes = 0
         self._bytes_since = 0
@@ -109,6 +114,12 @@ class Replay(Generic[M]):
     def _catch_up(self) -> None:
         # Until floors are looked at, what is folded may be a ghost: nothing is decided on it if this does not return.
         self._at_end = False
+        self._reach_end()
+        if not self._no_gap:
+            self._look_for_gap()
+        self._at_end = True
+
+    def _reach_end(self) -> None:
         for _ in range(RELOAD_TRIES):
             if not self._loaded:
                 with file_calls("read", "the newest snapshot"):
@@ -117,7 +128,6 @@ class Replay(Generic[M]):
             if not self._below_floor(self.machine.seq):
                 if damage is not None:
                     raise damage
-                self._at_end = True
                 return
             self._loaded = False
             self._clock.sleep(0.01 + 0.1 * self._clock.jitter())
@@ -125,6 +135,37 @@ class Replay(Generic[M]):
         raise StorageFailed(
             f"the log was trimmed past every whole snapshot that a listing shows; run `strawq verify`{passed_over}"
         )
+
+    def _look_for_gap(self) -> None:
+        """`Damaged` if a listing shows an entry above the end. Others go on meanwhile: an entry that it shows was
+        published behind all those before it, so whoever looks after it finds them, or a floor above them."""
+        self.gap = None
+        newest = self._newest_listed()
+        for wait in (0.0, *_DAMAGE_WAITS_SECONDS):
+            if newest > self.machine.seq:
+                self._clock.sleep(wait)
+                self._reach_end()
+        if newest > self.machine.seq:
+            missing = self.machine.seq + 1
+            self.gap = missing, newest
+            raise Damaged(
+                f"log entry {layout.entry(missing)} is missing, and entry {newest} stands behind it: restore the file "
+                "from a copy; `strawq verify` says what can be done without one"
+            )
+        self._no_gap = True
+
+    def _newest_listed(self) -> int:
+        """The highest number above the end that the newest segments show; 0 if there is none."""
+        with file_calls("list", layout.LOG):
+            segments = sorted((int(name) for name in self.files.names(layout.LOG) if name.isdigit()), reverse=True)
+            for number in segments:
+                if number < layout.segment(self.machine.seq + 1):
+                    break
+                directory = layout.segment_directory(number)
+                newest = max(map(layout.entry_seq, self.files.names(directory)), default=0)
+                if newest:
+                    return newest
+        return 0
 
     def _fold_following(self) -> Damaged | None:
         """Fold every entry that follows. Damage is only believed above the floor: below it we may stand on a ghost,
@@ -183,7 +224,7 @@ class Replay(Generic[M]):
             self.tip = snapshot.line.tip
             self.snapshot_seq, self._snapshot_bytes = snapshot.line.seq, snapshot.line.size
         self._bytes_since = 0
-        self._loaded = True
+        self._loaded, self._no_gap = True, False
 
     def _fold(self, entry: Entry) -> None:
         line = entry.line

@@ -14,6 +14,7 @@ from tests.files import test_root as root
 from tests.lifetime import test_merging as merging
 from tests.lifetime import test_rollback_of_pauses as pauses
 from tests.log import test_expiry as expiry
+from tests.log import test_gaps as gaps
 from tests.log import test_heartbeats as heartbeats
 from tests.log import test_outcomes as outcomes
 from tests.log import test_races as races
@@ -48,6 +49,7 @@ CAUGHT_BY: dict[str, Check] = {
     ),
     "floor written after the first deletion": SLICE,
     "floor before the snapshot is durable": SLICE,
+    "a gap in the log is its end": given(gaps.test_the_first_entry_of_all_can_be_missing),
     "a pool is wherever its path leads": on_disk(
         root.test_a_copy_is_another_pool_also_under_the_inode_of_one_that_was_removed
     ),
