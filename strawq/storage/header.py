@@ -16,7 +16,7 @@ from strawq.storage import layout
 from strawq.storage.clock import Clock
 from strawq.storage.failure import storage_failed
 from strawq.storage.files import Files
-from strawq.storage.staging import Staging
+from strawq.storage.staging import Staging, make_directories
 
 _HEADER_WAITS_SECONDS = (0.02, 0.1, 0.4)
 
@@ -24,8 +24,7 @@ _HEADER_WAITS_SECONDS = (0.02, 0.1, 0.4)
 def create_pool(files: Files, header: PoolHeader) -> None:
     """Write the directories and, last, the header that makes them a pool. `FileExistsError` if somebody was first: not
     if the header there is this one, for a server that has lost its reply says that the name is taken, too."""
-    for directory in layout.DIRECTORIES:
-        files.make_directory(directory)
+    make_directories(files)
     staging = Staging(files, header.pool_id)
     data = encode_header(header)
     if not staging.place([data], layout.HEADER) and files.read(layout.HEADER) != data:

@@ -17,6 +17,7 @@ from strawq.storage import layout
 from strawq.storage.clock import Clock
 from strawq.storage.failure import storage_failed
 from strawq.storage.files import Files
+from strawq.storage.staging import make_directories
 
 
 class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -33,9 +34,13 @@ _decoder = msgspec.json.Decoder(Beat)
 
 def write_beat(files: Files, beat: Beat) -> None:
     """`StorageFailed` if the mount does not take it."""
-    path = layout.session_file(beat.session)
+    path, data = layout.session_file(beat.session), msgspec.json.encode(beat)
     try:
-        files.replace(path, msgspec.json.encode(beat))
+        try:
+            files.replace(path, data)
+        except FileNotFoundError:
+            make_directories(files)
+            files.replace(path, data)
     except OSError as error:
         raise storage_failed("write the heartbeat", path, error) from error
 

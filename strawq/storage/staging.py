@@ -3,6 +3,8 @@ one.
 
 A staging name carries the process's instance, so that garbage collection can tell whose it is. Collecting one that is
 still wanted is harmless: publishing it fails with `FileNotFoundError`, and it is written again.
+
+A copy of a pool may come without its empty directories (an object store has none): whoever writes makes them again.
 """
 
 from __future__ import annotations
@@ -15,6 +17,12 @@ from strawq.storage import layout
 from strawq.storage.files import Buffer, Files
 
 _NAME_TRIES = 8
+
+
+def make_directories(files: Files) -> None:
+    """The directories of a pool, durably; no error if they are there."""
+    for directory in layout.DIRECTORIES:
+        files.make_directory(directory)
 
 
 class Staging:
@@ -36,6 +44,10 @@ class Staging:
                 self.discard(staged)
                 if turn == _NAME_TRIES - 1:
                     raise
+            except FileNotFoundError:
+                if turn == _NAME_TRIES - 1:
+                    raise
+                make_directories(self.files)
             except OSError:
                 self.discard(staged)
                 raise
@@ -64,6 +76,13 @@ class Staging:
     def place(self, buffers: Sequence[Buffer], path: str) -> bool:
         """Write a file, durably, and give it the name `path` if that is free. False if it was taken. Whatever happens,
         no staging file is left: a process that lives on would keep it for as long as it lives."""
+        try:
+            return self._place(buffers, path)
+        except FileNotFoundError:
+            self.files.make_directory(path.rpartition("/")[0])
+            return self._place(buffers, path)
+
+    def _place(self, buffers: Sequence[Buffer], path: str) -> bool:
         staged = self.write(buffers)
         try:
             return self.publish(staged, path)

@@ -10,6 +10,7 @@ from tests.core import test_request_ids as requests
 from tests.core import test_versions as versions
 from tests.crash import test_lost_replies as lost
 from tests.crash.operations import OPERATIONS
+from tests.faults import test_empty_directories as empty
 from tests.files import test_root as root
 from tests.lifetime import test_merging as merging
 from tests.lifetime import test_rollback_of_pauses as pauses
@@ -50,6 +51,7 @@ CAUGHT_BY: dict[str, Check] = {
     "floor written after the first deletion": SLICE,
     "floor before the snapshot is durable": SLICE,
     "a gap in the log is its end": given(gaps.test_the_first_entry_of_all_can_be_missing),
+    "empty directories stay away": given(empty.test_whoever_writes_makes_them_again, lambda: empty.WAYS[0]),
     "a pool is wherever its path leads": on_disk(
         root.test_a_copy_is_another_pool_also_under_the_inode_of_one_that_was_removed
     ),

@@ -96,6 +96,8 @@ MUTANTS = (
         ("strawq.storage.root:Root.open", "raise self._displaced() from error", "raise")),
     _mutant("a gap in the log is its end", "a commit where an entry is missing leaves two histories",
         (REPLAY + "Replay._look_for_gap", "newest = self._newest_listed()", "newest = 0")),
+    _mutant("empty directories stay away", "a pool that was copied through an object store takes nothing",
+        ("strawq.storage.staging:Staging.write", "make_directories(self.files)", "raise")),
     _mutant("own-entry check left out", "a lost reply is taken for a lost race",
         (APPENDING + "_is_ours", "entry.line.id == commit_id", "False")),
     _mutant("our own staged name is taken for a failure", "a lost reply fails a call that could have worked",
