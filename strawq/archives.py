@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from blake3 import blake3
@@ -21,7 +21,7 @@ from strawq.core import commands as c
 from strawq.core.machine import Machine
 from strawq.core.names import quoted
 from strawq.errors import BadInput, Damaged, FormatUnsupported, StorageFailed, StrawqError
-from strawq.handles import Held
+from strawq.handles import Batch, Held
 from strawq.inspection import by_position
 from strawq.model import Archive, ObjectRef, StoredObject, Task
 from strawq.pool import encode_metadata
@@ -29,7 +29,6 @@ from strawq.remote import exists, open_remote, read_remote, write_remote
 from strawq.storage import layout
 
 if TYPE_CHECKING:
-    from strawq.handles import Batch
     from strawq.pool import Pool
     from strawq.samples import Group
 
@@ -80,9 +79,17 @@ def save_archive(
     return archive
 
 
-def save_batch(pool: Pool, name: str, batch: Batch, metadata: Mapping[str, Any] | None = None) -> Archive:
-    """Keep the groups of a batch that is in hand."""
-    return save_archive(pool, name, batch.queue, batch.tasks, metadata)
+class HeldBatch(Protocol):
+    """What stands around a batch, as a collector's does."""
+
+    @property
+    def batch(self) -> Batch: ...
+
+
+def save_batch(pool: Pool, name: str, batch: Batch | HeldBatch, metadata: Mapping[str, Any] | None = None) -> Archive:
+    """Keep the groups of a batch that is in hand, a queue's or a collector's."""
+    held = batch if isinstance(batch, Batch) else batch.batch
+    return save_archive(pool, name, held.queue, held.tasks, metadata)
 
 
 def list_archives(pool: Pool) -> list[Archive]:

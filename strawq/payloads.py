@@ -119,8 +119,8 @@ class Payloads:
         except (Damaged, Gone) as error:
             raise type(error)(
                 f"group {task.id}: {error}; restore the file from a copy, or go on without the group (`strawq "
-                "drop`, once "
-                "no process has it in hand; `strawq verify --full` names all such groups)"
+                f"drop POOL --reason damaged {task.id}`, once no process has it in hand; `strawq verify POOL --full` "
+                "names all such groups)"
             ) from error
         packs = {stored.ref.pack: stored.ref for stored in held.objects.values() if stored.ref.pack}
         return fold(task_id or task.id, prompt, rows, lambda ref: self._open_rows(ref, packs, task.id))

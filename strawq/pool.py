@@ -269,7 +269,7 @@ class Pool:
         command = c.Expire(request=self.new_request(), session=session, reason=reason)
         if isinstance(self.commit(command), e.Refusal):
             raise BadInput(
-                f"there is no live session {quoted(session)}; `strawq sessions list` shows those that there are"
+                f"there is no live session {quoted(session)}; `strawq sessions list POOL` shows those that there are"
             )
 
     def pin(self, name: str, groups: Sequence[Held]) -> None:

@@ -38,13 +38,15 @@ class QueueChange(msgspec.Struct, frozen=True):
 
 class RollbackPlan(msgspec.Struct, frozen=True):
     """`branch` would be active and go on from `target`, which is of log position `base_seq`; `left` would be left at
-    `head_seq`. `leases_ended` counts groups and batches in the hands of live sessions."""
+    `head_seq`. `paused`: admission would stay paused. `leases_ended` counts groups and batches in the hands of live
+    sessions."""
 
     target: str
     branch: str
     base_seq: int
     left: str
     head_seq: int
+    paused: bool
     version_now: str
     version_then: str
     leases_ended: int
@@ -74,6 +76,7 @@ def plan_rollback(
         base_seq=base,
         left=left,
         head_seq=state.seq,
+        paused=event.paused,
         version_now=old.meta.policy_version,
         version_then=version,
         leases_ended=leases,

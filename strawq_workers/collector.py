@@ -220,7 +220,7 @@ class Collector:
         if seen.paused is not None:
             words += f", admission is paused ({seen.paused.reason or 'no reason given'})"
         if view.tasks.failed:
-            words += f", {view.tasks.failed} dead letters (`strawq failed list`)"
+            words += f", {view.tasks.failed} dead letters (`strawq failed list POOL`)"
         if not leases and not seen.paused:
             words += ": is a worker running?"
         return words

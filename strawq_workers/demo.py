@@ -29,7 +29,7 @@ from strawq.model import Task
 from strawq.pool import Pool
 from strawq.samples import Group, Prompt, token_count
 from strawq_workers.collector import CollectedBatch, Collector
-from strawq_workers.narration import Narrator, describe, narrator
+from strawq_workers.narration import Narrator, describe, kept_to_look_at, narrator
 from strawq_workers.processes import Child, Children
 from strawq_workers.worker.options import WorkerOptions
 
@@ -111,6 +111,7 @@ def run_demo(
     logs = where.with_name(where.name + "-logs")
     logs.mkdir(parents=True, exist_ok=True)
     with (
+        kept_to_look_at(where, logs),
         narrator(len(prompts), batches, json, say) as tell,
         Children(logs) as children,
         Pool.init(where, role="demo trainer", lease_seconds=LEASE_SECONDS) as pool,

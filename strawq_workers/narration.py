@@ -9,7 +9,10 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from strawq.errors import TryAgain
 
 if TYPE_CHECKING:
     from strawq_workers.demo import DemoSummary
@@ -50,6 +53,22 @@ def narrator(prompts: int, batches: int, silent: bool, say: Callable[[str], None
             yield Narrator(lambda text: console.print(text, soft_wrap=True), bars, tasks)
 
 
+@contextlib.contextmanager
+def kept_to_look_at(pool: Path, logs: Path) -> Iterator[None]:
+    """Around a demo: one that did not get there says what it leaves, and what is in the way of another try."""
+    try:
+        yield
+    except TryAgain as error:
+        raise TryAgain(
+            f"{error}; pool and logs are kept to look at: for another try name another directory, or "
+            f"`{_removal(pool, logs)}` first"
+        ) from error
+
+
+def _removal(pool: Path | str, logs: Path | str) -> str:
+    return f"rm -rf {shlex.quote(str(pool))} {shlex.quote(str(logs))}"
+
+
 def describe(summary: DemoSummary) -> str:
     """The summary for a person."""
     s = summary
@@ -75,6 +94,6 @@ def describe(summary: DemoSummary) -> str:
     after = [
         f"Look inside:  strawq inspect {s.pool}",
         f"Logs:         {s.logs}",
-        f"Remove both:  rm -rf {shlex.quote(s.pool)} {shlex.quote(s.logs)}",
+        f"Remove both:  {_removal(s.pool, s.logs)}",
     ]
     return "\n".join([verdict, *lines, "", *after])

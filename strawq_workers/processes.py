@@ -34,6 +34,16 @@ def _die_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def ending(code: int) -> str:
+    """How a process ended, by its exit code (negative: the signal that ended it)."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
 class Child:
     """One process. Its stdout is for its answer, its stderr goes to `log`."""
 
@@ -73,7 +83,8 @@ class Child:
             raise TryAgain(f"{self.name} has not ended within {seconds:g} s: {self.tail()}") from error
         self.expected_dead = True
         if self._process.returncode:
-            raise TryAgain(f"{self.name} ended with exit code {self._process.returncode}: {self.tail()}")
+            how = ending(self._process.returncode)
+            raise TryAgain(f"{self.name} ended badly ({how}); the last that it logged: {self.tail()}")
         found: dict[str, Any] = json.loads(out)
         return found
 
@@ -111,7 +122,7 @@ class Child:
         """`TryAgain`, with the end of its log, if it has died of itself. One that has ended well is no concern."""
         code = self._process.poll()
         if code and not self.expected_dead:
-            raise TryAgain(f"{self.name} died (exit code {code}): {self.tail()}")
+            raise TryAgain(f"{self.name} died ({ending(code)}); the last that it logged: {self.tail()}")
 
     def end(self) -> None:
         """Ask it to end, then insist."""

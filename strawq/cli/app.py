@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+import typer.core
 
 from strawq.cli.output import Answer
 from strawq.standard_output import write_stdout
@@ -92,6 +93,14 @@ def group(name: str, help_text: str) -> None:
     app.add_typer(_GROUPS[name], name=name)
 
 
+class _Command(typer.core.TyperCommand):
+    """What must be given is written as it is named: some versions of typer put it in braces."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = super().collect_usage_pieces(ctx)
+        return [f"{p[1:].partition('}')[0].rstrip('.')}{'...' * ('...' in p)}" if p[:1] == "{" else p for p in pieces]
+
+
 def verb(name: str, under: str = "", takes_others: bool = False) -> Callable[[F], F]:
     """Make a function a verb. Its parameters are the options; its docstring is the help. With `takes_others` options
     that it does not know go to its argument, in their order."""
@@ -99,7 +108,9 @@ def verb(name: str, under: str = "", takes_others: bool = False) -> Callable[[F]
     def register(function: F) -> F:
         owner = _GROUPS[under] if under else app
         settings = {"ignore_unknown_options": True} if takes_others else None
-        owner.command(name, epilog=EPILOG, context_settings=settings)(_command(function, f"{under} {name}".strip()))
+        owner.command(name, cls=_Command, epilog=EPILOG, context_settings=settings)(
+            _command(function, f"{under} {name}".strip())
+        )
         return function
 
     return register

@@ -94,7 +94,7 @@ def demo(
 ) -> Answer:
     """Run a small real rollout, kill a worker, audit the rest.
 
-    Exit code 1 if the audit finds a loss or a duplicate. The pool is kept: look into it with `strawq inspect`.
+    Exit code 1 if the audit finds a loss or a duplicate. The pool is kept: look into it with `strawq inspect DIR`.
     """
     from strawq_workers.demo import run_demo
     from strawq_workers.narration import describe

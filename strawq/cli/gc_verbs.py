@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strawq.cli.app import verb
-from strawq.cli.options import PoolPath, opened
+from strawq.cli.options import PoolPath, opened, placed
 from strawq.cli.output import Answer, plural, say, size, table
 from strawq.limits import TRIM_ENTRIES
 
@@ -44,7 +44,8 @@ def gc(
         plan, done = collect_garbage(open_pool, dry_run=dry_run)
         trimmed, unfinished = _trim(open_pool, keep_entries, dry_run)
         merged, unmerged = (None, ()) if no_merge else _merge(open_pool, dry_run)
-        unfinished = (*done.unfinished, *unfinished, *(trimmed.unfinished if trimmed else ()), *unmerged)
+        told = (*done.unfinished, *unfinished, *(trimmed.unfinished if trimmed else ()), *unmerged)
+        unfinished = tuple(placed(sentence, pool) for sentence in told)
         kept = retained(open_pool) if explain else ()
     files = len(plan.removals) if dry_run else done.files
     freed = sum(removal.bytes for removal in plan.removals) if dry_run else done.bytes

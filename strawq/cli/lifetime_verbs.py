@@ -117,7 +117,7 @@ def rollback(
             plan: RollbackPlan = open_pool.log.refresh(
                 lambda machine: plan_rollback(machine.state, target, bindings, branch)
             )
-            return Answer({"dry_run": True, "plan": plan}, _describe(plan))
+            return Answer({**_rolled(True, plan.branch, target, plan.left, plan.paused), "plan": plan}, _describe(plan))
 
         def roll(request: str) -> RolledBack:
             pairs = tuple(bindings.items())
@@ -125,9 +125,13 @@ def rollback(
             return made
 
         made = once(open_pool, request_id, roll)
-    data = {"dry_run": False, "branch": made.branch, "target": target, "left": made.left, "paused": made.paused}
+    data = _rolled(False, made.branch, target, made.left, made.paused)
     text = f"branch {made.branch} goes on from {target}; {made.left} is left as it is"
     return Answer(data, text + f"; admission stays paused until `strawq resume {pool}`" * made.paused)
+
+
+def _rolled(dry_run: bool, branch: str, target: str, left: str, paused: bool) -> dict[str, Any]:
+    return {"dry_run": dry_run, "branch": branch, "target": target, "left": left, "paused": paused}
 
 
 def _describe(plan: RollbackPlan) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Annotated, TypeVar
@@ -37,14 +38,23 @@ Bindings = Annotated[
 @contextmanager
 def opened(path: str, role: str = "cli") -> Iterator[Pool]:
     """The pool at `path`, closed at the end, also when the command is interrupted."""
+    from strawq.errors import StorageFailed
     from strawq.pool import Pool
 
     if not path or "\0" in path:
         from strawq.errors import BadInput
 
         raise BadInput(f"{path!r} is no directory; name the directory of a pool")
-    with Pool.open(path, role=role) as pool:
-        yield pool
+    try:
+        with Pool.open(path, role=role) as pool:
+            yield pool
+    except StorageFailed as error:
+        raise StorageFailed(placed(str(error), path)) from error
+
+
+def placed(text: str, path: str) -> str:
+    """What storage says of a pool's log or garbage, with the pool."""
+    return re.sub(r"\b(the log|garbage)(?=: )", lambda found: f"{found[1]} of {path}", text, count=1)
 
 
 _ASK_AGAIN_SECONDS = (0.2, 1.0, 3.0)

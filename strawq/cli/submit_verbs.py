@@ -91,7 +91,7 @@ def submit(
         "files": reports,
     }
     text = f"{plural(data['submitted'], 'prompt')} submitted to queue {chosen.name}"
-    text += f", {data['already']} rows were in already (--again submits them once more)" if data["already"] else ""
+    text += f", {plural(data['already'], 'row')} in already (--again submits them once more)" if data["already"] else ""
     text += f", {plural(data['skipped'], 'bad row')} skipped" if data["skipped"] else ""
     return Answer(data, text)
 

@@ -116,7 +116,7 @@ def _no_letters(what: str, queue: str, wanted: list[str], done: list[str]) -> An
     rest = _untouched(wanted, done)
     named = ", ".join(task[:NAME_BYTES] for task in rest)
     return _outcome(
-        what, queue, done, rest, f"{named}: no dead letters of that queue (`strawq failed list` shows those)"
+        what, queue, done, rest, f"{named}: no dead letters of that queue (`strawq failed list POOL` shows those)"
     )
 
 
@@ -148,5 +148,5 @@ def _outcome(what: str, queue: str, done: list[str], untouched: list[str], why: 
     data: dict[str, Any] = {"queue": queue, what: done, "untouched": untouched}
     text = f"{plural(len(done), 'task')} {what}"
     if untouched:
-        text += f"; not {why}"
+        text += f"; left alone: {why}"
     return Answer(data, text, 1 if untouched else 0)

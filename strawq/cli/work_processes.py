@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -74,8 +75,10 @@ def run_on_cluster(pool: str, options: WorkerOptions, address: str) -> Answer:
 
 
 def _start(pool: str, options: WorkerOptions) -> subprocess.Popen[bytes]:
+    # It says what a single process would say here.
+    level = logging.getLevelName(logging.getLogger("strawq_workers").getEffectiveLevel())
     child = subprocess.Popen(
-        [sys.executable, "-m", "strawq_workers.worker", pool, "-"],
+        [sys.executable, "-m", "strawq_workers.worker", pool, "-", level],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         # A session of its own: the terminal's Ctrl-C reaches it through us, once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from strawq.cli.options import PoolPath, QueueName, opened, pick_queue
 from strawq.cli.output import Answer, plural, say
 
 if TYPE_CHECKING:
+    from strawq.pool import Pool
     from strawq_workers.collected_lines import CollectSummary
     from strawq_workers.collector import Collector
 
@@ -202,6 +204,7 @@ def work(
     _require_budget(max_staleness, staleness_policy, stale_drops_max)
     with opened(pool, role=role) as open_pool:
         chosen = pick_queue(open_pool, queue).name
+        _require_writable(open_pool)
     from strawq.cli.work_command import typed_names
     from strawq_workers.worker.option_names import named_as
     from strawq_workers.worker.options import WorkerOptions
@@ -232,6 +235,17 @@ def work(
     look_in_working_directory()
     summary = run_worker(pool, options)
     return Answer(summary, f"ended ({summary.reason}): {log_line(summary.counters, 0)}")
+
+
+def _require_writable(pool: Pool) -> None:
+    """Said before engines are waited for. A disk that is full now may have room again by then."""
+    from strawq.storage.failure import storage_failed
+
+    try:
+        pool.staging.discard(pool.staging.write([b""]))
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise storage_failed("write to", f"pool {pool.path}", error) from error
 
 
 def _check_launch(ray: bool, ray_address: str, processes: int, workers: int, worker_index: int) -> None:

@@ -94,5 +94,6 @@ def is_torn(data: bytes) -> bool:
 
 def _damaged(path: str, why: str) -> Damaged:
     return Damaged(
-        f"log entry {path} is damaged: {why}; if it stays so, `strawq verify --repair` lets history go on behind it"
+        f"log entry {path} is damaged: {why}; if it stays so, `strawq verify POOL --repair` lets history go on "
+        "behind it"
     )

@@ -19,10 +19,11 @@ def storage_failed(verb: str, what: str, error: OSError) -> StorageFailed:
     if isinstance(error, Displaced):
         return StorageFailed(f"cannot {verb} {what}: {error.strerror}")
     remedy = {
-        errno.ENOSPC: "the disk is full: free some space (`strawq gc` may help)",
-        errno.EDQUOT: "the quota is used up: free some space (`strawq gc` may help)",
+        errno.ENOSPC: "the disk is full: free some space (`strawq gc POOL` may help)",
+        errno.EDQUOT: "the quota is used up: free some space (`strawq gc POOL` may help)",
         errno.EROFS: "the file system is mounted read-only",
-        errno.EACCES: "permission denied: the pool belongs to another user",
+        errno.EACCES: "look at owner and mode of it and of its directories",
+        errno.EPERM: "look at owner, mode and attributes of it and of its directories",
     }.get(error.errno or 0, "look at the mount")
     return StorageFailed(f"cannot {verb} {what}: {error.strerror or error}; {remedy}")
 

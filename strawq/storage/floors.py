@@ -55,4 +55,4 @@ def read_floor(files: Files, number: int) -> int:
 
 
 def _damaged(path: str, why: str) -> Damaged:
-    return Damaged(f"floor {path} is damaged: {why}; restore it from a copy, or run `strawq verify --repair`")
+    return Damaged(f"floor {path} is damaged: {why}; restore it from a copy, or run `strawq verify POOL --repair`")

@@ -55,7 +55,7 @@ def read_header(files: Files, path: str) -> PoolHeader:
     try:
         data = files.read(layout.HEADER)
     except FileNotFoundError as error:
-        raise NotAPool(f"{where} is not a pool: it has no {layout.HEADER}; make one with `strawq init`") from error
+        raise NotAPool(f"{where} is not a pool: it has no {layout.HEADER}; make one with `strawq init POOL`") from error
     except OSError as error:
         raise storage_failed("read", f"{where}/{layout.HEADER}", error) from error
     try:

@@ -182,9 +182,8 @@ class ObjectStore:
                 if blake3.blake3(data).hexdigest() == stored.ref.digest:
                     return data
                 error = Damaged(
-                    f"{_name(stored)} is damaged: its {len(data)} bytes do not match its name; `strawq verify "
-                    "--full` says "
-                    "what depends on it"
+                    f"{_name(stored)} is damaged: its {len(data)} bytes do not match its name; `strawq verify POOL "
+                    "--full` says what depends on it"
                 )
             except FileNotFoundError as failure:
                 if not patient:

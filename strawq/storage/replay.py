@@ -133,7 +133,8 @@ class Replay(Generic[M]):
             self._clock.sleep(0.01 + 0.1 * self._clock.jitter())
         passed_over = "".join(f"; {damage}" for damage in list(self.damage.values())[:1])
         raise StorageFailed(
-            f"the log was trimmed past every whole snapshot that a listing shows; run `strawq verify`{passed_over}"
+            f"the log was trimmed past every whole snapshot that a listing shows; `strawq verify POOL` says what to "
+            f"restore{passed_over}"
         )
 
     def _look_for_gap(self) -> None:
@@ -150,7 +151,7 @@ class Replay(Generic[M]):
             self.gap = missing, newest
             raise Damaged(
                 f"log entry {layout.entry(missing)} is missing, and entry {newest} stands behind it: restore the file "
-                "from a copy; `strawq verify` says what can be done without one"
+                "from a copy; `strawq verify POOL` says what can be done without one"
             )
         self._no_gap = True
 
@@ -237,7 +238,7 @@ class Replay(Generic[M]):
             raise Damaged(
                 f"log entry {layout.entry(line.seq)} follows another history (it names {line.prev[:12]}, entry "
                 f"{line.seq - 1} is "
-                f"{self.tip[:12]}); run `strawq verify`"
+                f"{self.tip[:12]}); run `strawq verify POOL`"
             )
         events = self.machine.decode(line.seq, line.events)
         where = entry.where()

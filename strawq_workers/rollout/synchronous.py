@@ -152,7 +152,7 @@ class FilledSource(PoolSource):
             # Nobody will take what is ready before the batch is complete, and nothing more may be started.
             raise BadInput(
                 f"queue {self._straw.queue_name} holds back before the batch is complete ({leases.detail}): raise its "
-                f"max_ready and max_leased (`strawq queue`)"
+                f"max_ready and max_leased (`strawq queue {self.pool.path} {self._straw.queue_name}`)"
             )
         if not filled and leases.status == "empty" and await self.run(self._ended):
             return Leases("sealed", (), "the data have ended")

@@ -1,4 +1,4 @@
-"""`python -m strawq_workers.worker POOL OPTIONS`: a worker without the rest of strawq's command line.
+"""`python -m strawq_workers.worker POOL OPTIONS [LEVEL]`: a worker without the rest of strawq's command line.
 
 The rule: OPTIONS is one JSON object with the fields of `WorkerOptions` (a path to a file that holds it, or `-` for
 stdin); the summary is one JSON object on stdout, the log goes to stderr.
@@ -17,15 +17,21 @@ from strawq.errors import BadInput, StrawqError
 from strawq_workers.worker.options import WorkerOptions
 from strawq_workers.worker.process import run_worker
 
+LEVELS = ("WARNING", "INFO", "DEBUG")
+"""Of what is logged, and of everything above it; INFO if none is given."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until the work ends or a signal; the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if len(given) != 2 or "--help" in given:
-        print("usage: python -m strawq_workers.worker POOL OPTIONS.json|-", file=sys.stderr)
+    if len(given) not in (2, 3) or "--help" in given or given[2:] not in ([], *([level] for level in LEVELS)):
+        print(f"usage: python -m strawq_workers.worker POOL OPTIONS.json|- [{'|'.join(LEVELS)}]", file=sys.stderr)
         return 2
     logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+        level=given[2] if given[2:] else logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
     )
     try:
         summary = run_worker(given[0], _options(given[1]))

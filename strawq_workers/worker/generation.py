@@ -216,6 +216,15 @@ def changed_sampling(sample: Sample, plan: Plan) -> str:
     return ""
 
 
+def _option_of(name: str, sample: Sample) -> str:
+    """How `strawq work` captures what the sample has of that name, or leaves it out."""
+    if name == "log-probs":
+        return f"{'with' if sample.logprobs is None else 'without'} --no-logprobs"
+    if name == "R3 rows":
+        return f"{'without' if sample.r3 is None else 'with'} --routed-experts"
+    return f"with --top-logprobs {sample.sc.ids.shape[1] if isinstance(sample.sc, TopK) else 0}"
+
+
 def check_prefix(sample: Sample, prompt_tokens: int, plan: Plan) -> None:
     """Refuse a saved prefix that this worker cannot continue. `BadInput` for other sampling options, `Misaligned` for
     captures that it has and the worker does not take, or the reverse."""
@@ -226,7 +235,7 @@ def check_prefix(sample: Sample, prompt_tokens: int, plan: Plan) -> None:
     if differs and options.changed_sampling == "refuse" and not options.generate:
         raise BadInput(
             f"sample {sample.index}: its {count} saved tokens were sampled with other options ({differs}): run the "
-            "worker with the options of the prefix, or with changed_sampling=mark"
+            "worker with the options of the prefix, or with --changed-sampling mark"
         )
     wanted = {"log-probs": options.logprobs, "R3 rows": options.routed_experts, "SC rows": options.top_logprobs > 0}
     there = {"log-probs": sample.logprobs, "R3 rows": sample.r3, "SC rows": sample.sc}
@@ -234,7 +243,8 @@ def check_prefix(sample: Sample, prompt_tokens: int, plan: Plan) -> None:
         if want != (there[name] is not None):
             raise Misaligned(
                 f"sample {sample.index}: its {count} saved tokens {'lack' if want else 'have'} {name}, and this worker "
-                f"is {'to' if want else 'not to'} capture them: run it with the options of the prefix"
+                f"is {'to' if want else 'not to'} capture them: run it {_option_of(name, sample)}, as "
+                "the prefix was made"
             )
     if isinstance(sample.sc, TopK) and sample.sc.ids.shape[1] != options.top_logprobs:
         raise Misaligned(

@@ -148,7 +148,8 @@ class Worker:
         limits = limits_of(self.place.options, engines, peers, self.place.queue.session)
         if limits != admission.limits:
             shared = f", {len(peers)} workers" if not self.place.options.workers else ""
-            log.info("%d engines%s: this worker's share is now %d groups", engines, shared, limits.groups)
+            counted = f"{engines} engine{'s' * (engines != 1)}"
+            log.info("%s%s: this worker's share is now %d groups", counted, shared, limits.groups)
             admission.resize(limits)
 
     async def _acquire(self, room: int) -> Leases | None:
@@ -235,7 +236,8 @@ class Worker:
             log.info("%s", log_line(self.place.counters, len(self.runs)))
             down = [engine for engine in self.place.fleet.engines if engine.state not in ("up", "held")]
             if telling.due("; ".join(engine.last_error for engine in down)):
-                log.warning("%d engines are down: %s", len(down), "; ".join(engine.last_error for engine in down))
+                counted = f"{len(down)} engines are" if len(down) != 1 else "1 engine is"
+                log.warning("%s down: %s", counted, "; ".join(engine.last_error for engine in down))
 
 
 def make_admission(options: WorkerOptions, fleet: Fleet) -> Admission:

@@ -25,6 +25,34 @@ def every_error() -> list[type[errors.StrawqError]]:
     return kinds
 
 
+def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The disk takes no new file."""
+
+    def call(*_: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(PosixFiles, "stage", call)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_pool_that_cannot_be_written_to_is_named(
+    number: int, run: Run, pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, number)
+    for words in (("seal", pool), ("checkpoint", pool, "x"), ("gc", pool)):
+        told = run(*words, code=None).err
+        assert not told or (str(pool) in told and "another user" not in told), words
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_worker_that_may_not_write_says_so_before_it_waits_for_engines(
+    number: int, run: Run, pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, number)
+    told = run("work", pool, "--engine", "http://127.0.0.1:1", "--engine-timeout-s", 600, code=6).err
+    assert str(pool) in told and "engine" not in told
+
+
 @pytest.mark.parametrize("kind", every_error())
 def test_an_error_of_strawq_is_one_line_and_its_exit_code(
     kind: type[errors.StrawqError], run: Run, pool: Path, monkeypatch: pytest.MonkeyPatch

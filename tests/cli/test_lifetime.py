@@ -60,6 +60,9 @@ def test_the_dry_run_tells_what_the_rollback_does_and_does_nothing(run: Run, poo
         text = run("rollback", pool, "before", "--dry-run").out
         done = run("rollback", pool, "before", "--json").data
     planned = plan["plan"]
+    places = ("branch", "target", "left", "paused")
+    assert [plan[place] for place in places] == [done[place] for place in places], "the same keys at the same places"
+    assert planned["paused"] is done["paused"] is False
     assert (planned["branch"], planned["left"]) == (done["branch"], done["left"]) == ("branch-2", "main")
     assert (planned["version_now"], planned["version_then"], planned["leases_ended"]) == ("2", "1", 3)
     assert {name: queue["now"] for name, queue in planned["queues"].items()} == {

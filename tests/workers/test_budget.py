@@ -188,6 +188,21 @@ def test_a_prefix_with_other_captures_is_refused_before_a_request():
         check_prefix(prefix_of(plan()), 10, plan(logprobs=False))
 
 
+def test_the_option_that_a_prefix_was_made_with_is_named():
+    routed = prefix_of(plan(routed_experts=True))
+    bare = prefix_of(plan(logprobs=False))
+    for sample, use, option in (
+        (routed, plan(), "run it with --routed-experts"),
+        (prefix_of(plan()), plan(routed_experts=True), "run it without --routed-experts"),
+        (bare, plan(), "run it with --no-logprobs"),
+        (prefix_of(plan()), plan(logprobs=False), "run it without --no-logprobs"),
+        (prefix_of(plan()), plan(top_logprobs=3), "run it with --top-logprobs 0"),
+        (prefix_of(plan(top_logprobs=3)), plan(), "run it with --top-logprobs 3"),
+    ):
+        with pytest.raises(Misaligned, match=option):
+            check_prefix(sample, 10, use)
+
+
 # -- options --------------------------------------------------------------------------------------------------------
 
 

@@ -11,12 +11,25 @@ import numpy as np
 import pytest
 
 from strawq import Pool, Prompt, QueueConfig, Sample, VersionSpan
+from strawq.archives import load_archive, open_archive, save_batch, write_archive
 from strawq.core.commands import Expire
 from strawq.errors import BadInput, Damaged, Fenced, Gone, OutcomeUnknown, StorageFailed, TryAgain
 from strawq.export import group_values
 from strawq.samples import Group
 from strawq_workers.collected_lines import collect_to_jsonl
 from strawq_workers.collector import Collector, open_shared
+
+
+def test_a_collected_batch_is_archived_as_it_is(pool, tmp_path):
+    fill(pool, ["1", "2"])
+    batch = Collector(pool).next_batch(2, timeout=5)
+    save_batch(pool, "hard-ones", batch)
+    save_batch(pool, "the-same", batch.batch)
+    tasks = [group.task_id for group in batch]
+    assert [[group.task_id for group in load_archive(pool, name)] for name in ("hard-ones", "the-same")] == [tasks] * 2
+    write_archive(pool, "hard-ones", str(tmp_path / "hard-ones"))
+    with open_archive(str(tmp_path / "hard-ones")) as groups:
+        assert [group.task_id for group in groups] == tasks
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import tempfile
 import msgspec
 import pytest
 
-from strawq.errors import BadInput
+from strawq.errors import BadInput, TryAgain
 from strawq_workers.demo import DemoSummary, demo_prompts, run_demo
 from strawq_workers.narration import describe
 
@@ -56,6 +56,20 @@ def test_what_the_demo_says_to_remove_is_all_that_it_left(tmp_path, monkeypatch)
     assert list(tmp_path.iterdir())
     subprocess.run(["sh", "-c", hint.partition(":")[2]], check=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_demo_that_does_not_get_there_says_what_is_in_the_way_of_another_try(tmp_path, monkeypatch):
+    def dies(*_):
+        raise TryAgain("engine died (killed by SIGKILL)")
+
+    monkeypatch.setattr("strawq_workers.demo._Demo.run", dies)
+    pool = tmp_path / "a demo"
+    with pytest.raises(TryAgain, match="engine died") as told:
+        run_demo(pool, json=True)
+    subprocess.run(["sh", "-c", str(told.value).split("`")[1]], check=True)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(TryAgain):
+        run_demo(pool, json=True)
 
 
 def test_demo_prompts_are_distinct_and_counted():

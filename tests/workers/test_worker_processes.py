@@ -171,6 +171,17 @@ def test_children_that_die_are_named_with_the_end_of_their_log(tmp_path):
             children.require_alive()
 
 
+def test_a_child_that_was_killed_is_said_to_be_and_what_it_logged_is_not_its_cause(tmp_path):
+    with Children(tmp_path) as children:
+        child = children.start("engine", ["-c", "import sys, time; print('stand-in', file=sys.stderr, flush=True); "
+                                          "print('up', flush=True); time.sleep(600)"])  # fmt: skip
+        assert child.first_line(20) == "up"
+        child.kill()
+        child.expected_dead = False
+        with pytest.raises(TryAgain, match=r"engine died \(killed by SIGKILL\); the last that it logged: stand-in"):
+            children.require_alive()
+
+
 def test_children_are_ended_by_an_error_in_the_block_even_when_frozen(tmp_path):
     started = []
 
