@@ -1,7 +1,7 @@
 """Groups that are older than their budget allows: the verdict on one, its samples begun anew, the ages of a batch.
 
 The rule: how often a prompt's tokens were dropped as stale stands in the group itself, so the count outlives workers
-and trainers, and all of them count alike. Tokens whose version is no number have no age.
+and trainers, hooks and new beginnings, and all of them count alike. Tokens whose version is no number have no age.
 """
 
 from __future__ import annotations
@@ -62,14 +62,30 @@ class AgeLimit(msgspec.Struct, frozen=True):
 
 def drops_of(samples: Iterable[Sample]) -> int:
     """How often the group was dropped as stale so far."""
-    return max((int(sample.metadata.get(STALE_DROPS, 0)) for sample in samples), default=0)
+    counts = (sample.metadata.get(STALE_DROPS) for sample in samples)
+    return max((count for count in counts if type(count) is int), default=0)  # a user may have given the key a meaning
 
 
-def begun_anew(samples: Mapping[int, Sample]) -> dict[int, Sample]:
-    """The samples without a token, and one drop more on their account."""
-    count, first = drops_of(samples.values()) + 1, min(samples)
-    anew = {index: without_response(sample) for index, sample in samples.items()}
-    anew[first] = msgspec.structs.replace(anew[first], metadata={STALE_DROPS: count})
+def with_drops(samples: Mapping[int, Sample]) -> set[int]:
+    """Those that have the count, which is to be saved whatever else there is of them."""
+    return {index for index, sample in samples.items() if STALE_DROPS in sample.metadata}
+
+
+def begun_again(sample: Sample, unbegun: Sample | None = None) -> Sample:
+    """The sample without a token: as it was when it was unbegun (None: nobody knows), and with its count of drops. What
+    else stands in its metadata said something of the tokens."""
+    anew = without_response(sample) if unbegun is None else unbegun
+    if STALE_DROPS not in sample.metadata:
+        return anew
+    metadata = {**anew.metadata, STALE_DROPS: sample.metadata[STALE_DROPS]}
+    return msgspec.structs.replace(anew, metadata=metadata)
+
+
+def begun_anew(samples: Mapping[int, Sample], unbegun: Mapping[int, Sample] | None = None) -> dict[int, Sample]:
+    """All samples without a token, and one drop more on their account; `unbegun` as in `begun_again`."""
+    count, first, known = drops_of(samples.values()) + 1, min(samples), unbegun or {}
+    anew = {index: begun_again(sample, known.get(index)) for index, sample in samples.items()}
+    anew[first] = msgspec.structs.replace(anew[first], metadata={**anew[first].metadata, STALE_DROPS: count})
     return anew
 
 

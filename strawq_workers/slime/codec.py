@@ -34,8 +34,12 @@ from strawq_workers.slime.payload import MAGIC, Body, Head, Template, listed_ver
 from strawq_workers.slime.policies import continues, spans_for, versions_listed
 from strawq_workers.slime.sample import word
 from strawq_workers.slime.tree import Tree, attributes
+from strawq_workers.stale_groups import STALE_DROPS
+from strawq_workers.worker.generation import MIXED_SAMPLING
 
 PRIVATE = "_strawq_"
+NOTED = frozenset({STALE_DROPS, MIXED_SAMPLING})
+"""Keys of `Sample.metadata` under which workers note something of one sample."""
 _INDEX_MAX = 1 << 62
 
 __all__ = ["group_of", "prompt_of", "samples_of"]
@@ -113,6 +117,7 @@ def _encode_sample(at: int, given: Any, template: Template, before: Sample | Non
     tokens, count = _token_counts(values, what)
     start = len(tokens) - count
     response = _ids(tokens[start:], f"{what}.tokens")
+    kept = {} if before is None else {name: n for name, n in before.metadata.items() if name == STALE_DROPS}
     before = before if before is not None and continues(response, before) else None
     tensors: dict[str, Rows] = dict(before.tensors) if before else {}
     tree, body = Tree(tensors, _names(cast(Hashable, type(given)))), Body(place=list(place))
@@ -124,7 +129,7 @@ def _encode_sample(at: int, given: Any, template: Template, before: Sample | Non
     _other_fields(values, captured.left, type(given), template, tree, what, body)
     if not same(values.get("index"), template.index(at)):
         body.fields["index"] = tree.encode(values.get("index"), f"{what}.index")
-    metadata = _metadata(values.get("metadata"), template, tree, what, body)
+    metadata = {**_metadata(values.get("metadata"), template, tree, what, body), **kept}
     status = word(values.get("status", "pending"))
     built = Sample(
         index=at,
@@ -279,7 +284,12 @@ def _metadata(given: Any, template: Template, tree: Tree, what: str, body: Body)
     body.metadata.extend([name, node] for name, node in further.items() if common_further.get(name) != node)
     if given is None:
         body.exact["metadata"] = True
-    return {name: value for name, value in plain.items() if name not in common or not same(common[name], value)}
+    # What workers note is the sample's own, also where the prompt was made of this sample.
+    return {
+        name: value
+        for name, value in plain.items()
+        if name in NOTED or name not in common or not same(common[name], value)
+    }
 
 
 def _other_fields(

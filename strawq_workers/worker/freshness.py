@@ -30,8 +30,10 @@ def verdict_on(place: Place, group: Group, samples: Iterable[Sample]) -> Verdict
     return age_limit(place.options).verdict(group, samples, place.served, log)
 
 
-def start_anew(counters: Counters, samples: Mapping[int, Sample]) -> dict[int, Sample]:
-    """The samples without a token, and one drop more on their account."""
+def start_anew(
+    counters: Counters, samples: Mapping[int, Sample], unbegun: Mapping[int, Sample] | None = None
+) -> dict[int, Sample]:
+    """As `begun_anew`, counted."""
     counters.tokens_discarded += sum(map(generated_tokens, samples.values()))
     counters.stale_drops += 1
-    return begun_anew(samples)
+    return begun_anew(samples, unbegun)

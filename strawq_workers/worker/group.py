@@ -16,13 +16,14 @@ import numpy as np
 
 from strawq.errors import BadInput, EngineUnavailable, Misaligned, OperatorNeeded, OutcomeUnknown, StrawqError
 from strawq.handles import Lease
-from strawq.samples import Group, Int32, Sample, token_count, without_response
+from strawq.samples import Group, Int32, Sample, token_count
 from strawq.work import Change, Work
 from strawq_workers.admission.staleness import Verdict
 from strawq_workers.filters import DynamicFilterOutput
 from strawq_workers.sglang.flight import AbortUnconfirmed, AnyOf
 from strawq_workers.sglang.segment import Segment
 from strawq_workers.sglang.wire import GenerateRequest
+from strawq_workers.stale_groups import begun_again, with_drops
 from strawq_workers.worker.custom import generate_by_function
 from strawq_workers.worker.failing import give_up
 from strawq_workers.worker.freshness import start_anew, verdict_on
@@ -64,7 +65,7 @@ class GroupRun:
         self.lock = asyncio.Lock()
         self.grown = asyncio.Event()
         self._changed = False
-        self._rewrite = False
+        self._rewrites = self._rewritten = 0  # new beginnings, and how many of them are saved
         self._counted = False
         self.saved_at = asyncio.get_running_loop().time()
         self._empty_abort_s = EMPTY_ABORT_S
@@ -88,12 +89,12 @@ class GroupRun:
         sample, anew = self.samples[index], self._anew(index)
         if len(sample.tokens) or sample.metadata != anew.metadata:
             self.place.counters.tokens_discarded += generated_tokens(sample)
-            self._rewrite = True
+            self._rewrites += 1
             self.put(anew)
 
     def _anew(self, index: int) -> Sample:
         """As it was leased, if nothing had been generated for it; else as much of that as can be told."""
-        return self._unbegun[index] if index in self._unbegun else without_response(self.samples[index])
+        return begun_again(self.samples[index], self._unbegun.get(index))
 
     # -- from outside -------------------------------------------------------------------------------------------
 
@@ -182,8 +183,8 @@ class GroupRun:
                 sample = msgspec.structs.replace(sample, prompt_tokens=own_prompt)
             if not place.options.partial_rollout and not finished(sample) and len(sample.tokens):
                 place.counters.tokens_discarded += len(sample.tokens)
-                sample = msgspec.structs.replace(without_response(sample), prompt_tokens=own_prompt)
-                self._rewrite = True
+                sample = msgspec.structs.replace(begun_again(sample), prompt_tokens=own_prompt)
+                self._rewrites += 1
             self.samples[index] = sample
             if not len(sample.tokens):
                 self._unbegun[index] = sample
@@ -205,9 +206,9 @@ class GroupRun:
         verdict = verdict_on(self.place, self.group, self.samples.values())
         if verdict == "drop":
             log.info("task %s is dropped as stale at policy version %s, and starts anew", self.task, self.place.served)
-            for sample in start_anew(self.place.counters, self.samples).values():
+            for sample in start_anew(self.place.counters, self.samples, self._unbegun).values():
                 self.put(sample)
-            self._rewrite = True
+            self._rewrites += 1
         return verdict
 
     async def _generate_all(self) -> None:
@@ -299,7 +300,7 @@ class GroupRun:
             place.counters.tokens_discarded += len(taken.tokens)
             taken = self._anew(index)
         place.counters.tokens_masked += int(sample.loss_mask.sum()) - int(taken.loss_mask[: len(sample.tokens)].sum())
-        if taken is not sample or self._rewrite:
+        if taken is not sample or self._rewrites > self._rewritten:
             self.put(taken)
 
     def put(self, sample: Sample) -> None:
@@ -327,14 +328,13 @@ class GroupRun:
     def _snapshot(self) -> Group:
         """The group as it is now. Samples without a token are left out until there is something to say of them, and
         unfinished ones where prefixes are not kept."""
-        assert self.work is not None
-        saved = {sample.index for sample in self.work.group.samples}
+        saved = {sample.index for sample in self.group.samples} | with_drops(self.samples)
         samples = [
             sample
             for index, sample in sorted(self.samples.items())
             if finished(sample) or index in saved or (self.keeps_prefixes and (len(sample.tokens) or sample.metadata))
         ]
-        return msgspec.structs.replace(self.work.group, samples=tuple(samples))
+        return msgspec.structs.replace(self.group, samples=tuple(samples))
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -382,13 +382,13 @@ class GroupRun:
             self.place.counters.groups_yielded += 1
 
     async def report(self, outcome: Any, group: Group | None, reason: str = "", *, retryable: bool = True) -> Standing:
-        standing = await self.place.reporter.report(
-            Change(self.work, outcome, group, reason, retryable, self._rewrite and group is not None)
-        )
+        rewrites = self._rewrites  # more may come while this is under way
+        rewrite = rewrites > self._rewritten and group is not None
+        standing = await self.place.reporter.report(Change(self.work, outcome, group, reason, retryable, rewrite))
         if standing == "stale":
             self.lose("the report does not count")
         elif group is not None:
-            self._rewrite = False
+            self._rewritten = rewrites
         return standing
 
     def _drop_work(self) -> None:

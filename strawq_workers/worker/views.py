@@ -24,6 +24,8 @@ import numpy as np
 from strawq.errors import BadInput, Misaligned, StrawqError
 from strawq.json_values import json_text
 from strawq.samples import Group, Prompt, Sample, UInt8
+from strawq_workers.stale_groups import STALE_DROPS
+from strawq_workers.worker.generation import MIXED_SAMPLING
 
 REMOVED = "remove_sample"
 """Key of `Sample.metadata`: a hook has taken the sample out of training; its loss mask is 0."""
@@ -31,6 +33,9 @@ UNREAD = "strawq_unread_tokens"
 """Key of `Sample.metadata`: ids that a generate function has appended and no engine has read yet (see `turns`)."""
 TURN = "strawq_turn"
 """Key of `Sample.metadata`: where the last turn of a generate function starts, and how it ended."""
+
+OWN = (REMOVED, UNREAD, TURN, STALE_DROPS, MIXED_SAMPLING)
+"""Keys of `Sample.metadata` that are the worker's: what the user's code does to them is not kept."""
 
 _SLIME = b"strawq.slime"
 
@@ -245,12 +250,14 @@ def response_text(view: HookSample, name: str) -> str | None:
 
 
 def with_metadata(prompt: Prompt, sample: Sample, view: HookSample) -> Sample:
-    """The sample with the view's metadata, less what is the prompt's own. `HookFailed` if it is not JSON."""
+    """The sample with the view's metadata, less what is the prompt's own; what is the worker's own (`OWN`) stays as it
+    was. `HookFailed` if it is not JSON."""
     if not isinstance(view.metadata, Mapping):
         raise HookFailed(f"the metadata of sample {sample.index} are {shown(view.metadata)} now: leave them a dict")
-    kept = {name: sample.metadata[name] for name in (REMOVED, UNREAD, TURN) if name in sample.metadata}
+    kept = {name: sample.metadata[name] for name in OWN if name in sample.metadata}
     _, own = _given(prompt, sample)
-    added = {name: value for name, value in view.metadata.items() if name not in own or not _same(own[name], value)}
+    theirs = {name: value for name, value in view.metadata.items() if name not in OWN}
+    added = {name: value for name, value in theirs.items() if name not in own or not _same(own[name], value)}
     _require_json(added, f"metadata of sample {sample.index}")
     return msgspec.structs.replace(sample, metadata={**added, **kept})
 

@@ -57,3 +57,14 @@ def test_a_field_that_cannot_be_looked_at_is_refused_with_the_sample():
             trip(answered(Newer, 0, **fields))
     with pytest.raises(BadInput, match=r"sample 0\.weight_versions is '12'"):
         trip(answered(Newer, 0, weight_versions="12"))
+
+
+def test_what_workers_note_of_a_sample_is_the_samples_own_and_outlives_a_sampler():
+    """A data source in memory makes the prompt of the sample that comes back."""
+    noted = answered(Newer, 0, metadata={"stale_drops": 2, "mixed_sampling": True, "seed": 3})
+    group = group_of("t", prompt_of(noted, samples=1), [noted])
+    assert group.samples[0].metadata == {"stale_drops": 2, "mixed_sampling": True}
+    (back,) = samples_of(group, Newer)
+    assert back.metadata == noted.metadata
+    back.metadata = {}
+    assert group_of("t", group.prompt, [back], group).samples[0].metadata["stale_drops"] == 2

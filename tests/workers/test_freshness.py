@@ -8,12 +8,13 @@ import pytest
 
 from strawq import Prompt
 from strawq.samples import Group, Sample, VersionSpan
-from strawq_workers.stale_groups import STALE_DROPS
+from strawq_workers.agents import generate
+from strawq_workers.stale_groups import STALE_DROPS, begun_anew, drops_of
 
 WAIT_S = 20
 
 
-def partial(stage, version: str, *, count: int = 8, metadata=None, **own) -> None:
+def partial(stage, version: str, *, count: int = 8, metadata=None, status="aborted", **own) -> None:
     """A pending group whose tokens are of `version`."""
     stage.queue.submit([Prompt(group_id="old", tokens=[5, 6, 7])])
     (lease,) = stage.queue.acquire(1)
@@ -24,7 +25,7 @@ def partial(stage, version: str, *, count: int = 8, metadata=None, **own) -> Non
     samples = tuple(
         Sample(
             index, tokens=[9] * count, logprobs=[-1.0] * count, versions=(VersionSpan(0, count, version),),
-            status="aborted", segments=(SegmentInfo(0, count, record, "original"),),
+            status=status, segments=(SegmentInfo(0, count, record, "original"),),
             metadata=dict(metadata or {}) if index == 0 else {}, **own,
         )
         for index in range(2)
@@ -143,6 +144,98 @@ async def test_a_group_that_gets_too_old_while_it_is_scored_goes_back_without_to
         group = stage.pool.payloads.load(held)
         assert not any(len(sample.tokens) for sample in group.samples)
         assert group.samples[0].metadata == {STALE_DROPS: 1}
+
+
+def replaces(args, sample, **_):
+    sample.metadata = {"mine": 1, STALE_DROPS: 7}
+
+
+def scores_and_replaces(args, sample):
+    replaces(args, sample)
+    return 1.0
+
+
+async def generates_and_replaces(args, sample, sampling_params):
+    replaces(args, sample)
+    await generate(args, sample, sampling_params)
+    sample.metadata.clear()
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("option", "hook"),
+    [("reward", "scores_and_replaces"), ("sample_hooks", "replaces"), ("generate", "generates_and_replaces")],
+)
+async def test_the_account_of_a_prompt_outlives_what_the_users_code_does_to_metadata(stage_of, option, hook):
+    async with stage_of(weight_version="5") as stage:
+        partial(stage, "3", metadata={STALE_DROPS: 1, "of": "the prefix"})
+        stage.queue.seal()
+        path = f"test_freshness:{hook}"
+        summary = await stage.run(**drop(max_staleness=5, **{option: (path,) if option == "sample_hooks" else path}))
+        assert summary.counters.groups_accepted == 1
+        (group,) = stage.groups(stage="ready")
+        own = {} if option == "generate" else {"mine": 1}
+        assert [sample.metadata for sample in group.samples] == [{STALE_DROPS: 1, **own}, own]
+
+
+async def test_the_account_of_a_prompt_outlives_a_prefix_that_is_not_continued(stage_of):
+    async with stage_of(weight_version="5") as stage:
+        partial(stage, "3", metadata={STALE_DROPS: 1, "of": "the prefix"})
+        stage.queue.seal()
+        summary = await stage.run(**drop(max_staleness=5, partial_rollout=False))
+        assert summary.counters.groups_accepted == 1 and summary.counters.tokens_generated == 48
+        (group,) = stage.groups(stage="ready")
+        assert [sample.metadata for sample in group.samples] == [{STALE_DROPS: 1}, {}]
+
+
+@pytest.mark.parametrize("function", ["", "test_freshness:turns"])
+async def test_the_account_of_a_prompt_outlives_a_pause_without_partial_rollout(stage_of, function):
+    async with stage_of(weight_version="5") as stage:
+        partial(stage, "3", metadata={STALE_DROPS: 1}, status="completed")
+        stage.queue.seal()
+        stage.pool.publish_version(5)
+        stage.stand_at(2)
+        worker = stage.start(**drop(partial_rollout=False, generate=function))
+        await stage.until("it is made anew", lambda: stage.standing() == 2, worker)
+        await asyncio.to_thread(stage.pool.pause)
+        await stage.until("the pause is acknowledged", lambda: stage.pool.inspect().paused.acknowledged, worker)
+        await stage.go_on()
+        await asyncio.to_thread(stage.pool.resume)
+        summary = await worker
+        assert (summary.counters.stale_drops, summary.counters.groups_accepted) == (1, 1)
+        (group,) = stage.groups(stage="ready")
+        assert [sample.metadata for sample in group.samples] == [{STALE_DROPS: 2}, {}]
+
+
+async def turns(args, sample, sampling_params):
+    await generate(args, sample, sampling_params)
+    return sample
+
+
+async def test_the_account_of_a_prompt_is_saved_with_a_sample_of_which_nothing_else_is(stage_of):
+    async with stage_of(weight_version="5") as stage:
+        stage.queue.submit([Prompt(group_id="old", tokens=[5, 6, 7])])
+        (lease,) = stage.queue.acquire(1)
+        work = stage.queue.open(lease)
+        done = Sample(1, tokens=[9], logprobs=[-1.0], versions=(VersionSpan(0, 1, "3"),), status="completed")
+        stage.queue.yield_(work, Group(lease.task, work.group.prompt, (done,)))
+        stage.queue.seal()
+        stage.pool.publish_version(5)
+        stage.stand_at(2)
+        stop = asyncio.Event()
+        worker = stage.start(stop, **drop(partial_rollout=False))
+        await stage.until("it is made anew", lambda: stage.standing() == 2, worker)
+        stop.set()
+        await worker
+        (group,) = stage.groups(session="")
+        assert {s.index: (len(s.tokens), s.metadata) for s in group.samples} == {0: (0, {STALE_DROPS: 1}), 1: (0, {})}
+
+
+def test_a_new_beginning_keeps_what_an_unbegun_sample_came_with_and_counts_only_whole_numbers():
+    unbegun = {0: Sample(0, metadata={"seed": 3})}
+    samples = {0: Sample(0, metadata={"seed": 3}), 1: Sample(1, tokens=[9], metadata={"of": "it", STALE_DROPS: None})}
+    anew = begun_anew(samples, unbegun)
+    assert anew[0].metadata == {"seed": 3, STALE_DROPS: 1} and drops_of(anew.values()) == 1
 
 
 @pytest.mark.parametrize("policy", ["admit", "oldest_first"])
