@@ -100,7 +100,8 @@ def require_free(path: str | os.PathLike[str]) -> Path:
                     f"{above} is not a directory: nothing can be made in it; choose another place for the pool"
                 )
             return root
-        foreign = sorted(set(os.listdir(root)) - set(layout.DIRECTORIES) - _MOUNT_NAMES)
+        there = {name for name in os.listdir(root) if not name.startswith(layout.PROBES)}
+        foreign = sorted(there - set(layout.DIRECTORIES) - _MOUNT_NAMES)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise BadInput(

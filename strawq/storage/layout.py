@@ -14,6 +14,8 @@ SESSIONS = "sessions"
 STAGING = "tmp"
 LOCKS = "locks"
 COMMIT_LOCK = "locks/commit.lock"
+PROBES = ".strawq-probe-"
+"""How the names of a probe's directories begin, which may lie beside these."""
 DIRECTORIES = (LOG, FLOORS, SNAPSHOTS, OBJECTS, SESSIONS, STAGING, LOCKS)
 
 

@@ -2,7 +2,7 @@
 
 The rule it keeps: the verdict rests on what the mount did, and on settings that were read from it, not on its name.
 Everything is done in one directory of the probe's own (its name begins with a dot, so a pool does not list it), which
-is removed at the end.
+is removed at the end; what a killed probe has left is removed by the next one, and is no content of `directory`.
 
 With a second client of the same volume (`peer`) it also measures what only two hosts can show: one winner between
 them, absence that is fresh, how long removed and replaced files are seen, and whether locks exclude. Without a peer
@@ -15,7 +15,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import shutil
 import statistics
 import time
@@ -26,6 +25,7 @@ from typing import Any, Literal
 import msgspec
 
 from strawq.errors import BadInput
+from strawq.storage import layout
 from strawq.storage.exclusive import Primitive, link_exclusive, race, rename_exclusive
 from strawq.storage.mounts import (
     Finding,
@@ -38,6 +38,7 @@ from strawq.storage.mounts import (
     read_juicefs_settings,
 )
 from strawq.storage.posix import PosixFiles
+from strawq.storage.process import make_marked_directory
 
 Verdict = Literal["fit", "fit_with_warnings", "unfit"]
 
@@ -145,9 +146,8 @@ def _verdict(findings: _Findings) -> Verdict:
 @contextlib.contextmanager
 def _scratch(path: str, findings: _Findings) -> Iterator[str]:
     """A directory of the probe's own below `path`; yields its name."""
-    name = f".strawq-probe-{secrets.token_hex(6)}"
+    name = make_marked_directory(path, layout.PROBES)
     own = os.path.join(path, name)
-    os.mkdir(own, 0o700)
     try:
         yield name
     finally:

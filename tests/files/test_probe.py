@@ -5,13 +5,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 
 from strawq.errors import BadInput
+from strawq.making import make_pool
 from strawq.storage import probe as probing
 from strawq.storage.probe import ProbeReport, probe
 from tools.juicefs.volume import Client, Volume
@@ -237,3 +242,58 @@ class TestJuiceFS:
         report = probe(third("--read-only").path / juicefs_pair[0].name)
         assert (report.verdict, report.exclusive_create) == ("unfit", "none")
         assert any("--read-only" in reason for reason in report.reasons)
+
+
+class TestLeftBehind:
+    """A probe that was killed leaves its directory: it is in nobody's way, and the next probe removes it."""
+
+    KILLED = """
+import os, signal, sys
+from strawq.storage import probe
+probe._measure = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+probe.probe(sys.argv[1])
+"""
+
+    def left(self, path: Path) -> str:
+        assert subprocess.run([sys.executable, "-c", self.KILLED, str(path)], check=False).returncode == -9
+        (name,) = os.listdir(path)
+        return name
+
+    def test_a_pool_is_made_where_a_probe_was_killed(self, tmp_path: Path) -> None:
+        root = tmp_path / "pool"
+        root.mkdir()
+        assert self.left(root).startswith(".strawq-probe-")
+        pool, _ = make_pool(root)
+        pool.close()
+        assert not [name for name in os.listdir(root) if name.startswith(".")]
+        shutil.rmtree(root)
+
+    def test_a_live_probes_directory_stays_and_is_no_content(self, tmp_path: Path) -> None:
+        root = tmp_path / "pool"
+        root.mkdir()
+        found: list[str] = []
+
+        def made_meanwhile(*_: object) -> Literal["link"]:
+            """Another start comes while this probe is under way."""
+            monkey.undo()
+            pool, _report = make_pool(root)
+            pool.close()
+            found.extend(name for name in os.listdir(root) if name.startswith("."))
+            return "link"
+
+        with pytest.MonkeyPatch.context() as monkey:
+            monkey.setattr(probing, "_measure", made_meanwhile)
+            assert probe(root).verdict != "unfit"
+        assert len(found) == 1, "of the two probes the one that is under way"
+        shutil.rmtree(root)
+
+    def test_what_came_from_elsewhere_goes_when_it_is_old(self, tmp_path: Path) -> None:
+        fresh, old = (tmp_path / f".strawq-probe-{kernel}-1-2-3" for kernel in ("0" * 12, "1" * 12))
+        for path in (fresh, old):
+            path.mkdir()
+        (tmp_path / ".strawq-probe-0a1b2c").mkdir()
+        os.utime(old, (0, 0))
+        probe(tmp_path)
+        assert sorted(os.listdir(tmp_path)) == sorted([fresh.name, ".strawq-probe-0a1b2c"])
+        for name in os.listdir(tmp_path):
+            (tmp_path / name).rmdir()
