@@ -123,8 +123,8 @@ class HookSample:
 
         `trainable`: a policy made them, and `log_probs` (one each) must be given if the worker records them;
         `meta_info` is the engine's, of which `weight_version`, `finish_reason` and `routed_experts` are used. Not
-        trainable (tool output): loss mask 0, log-prob 0.0, no policy. Raises `Misaligned` with the counts, `BadInput`
-        elsewhere."""
+        trainable (tool output): loss mask 0, log-prob 0.0, no policy. Raises `Misaligned` with the counts, `HookFailed`
+        for what cannot be taken, `BadInput` outside of a generate function."""
         if self.turns is None:
             raise BadInput("only a generate function may append tokens to a sample")
         self.turns.append(
