@@ -16,11 +16,8 @@ from strawq_workers.slime import captures
 from strawq_workers.slime import sample as ours
 from strawq_workers.slime.columns import REMOVED, classes_of, log_prob_column, mask_column
 from strawq_workers.slime.exactness import same, shrink_reward
-from strawq_workers.slime.payload import Body, Template, copy_json, decode_payload, listed_versions
+from strawq_workers.slime.payload import NOT_AS_WRITTEN, Body, Template, copy_json, decode_payload, listed_versions
 from strawq_workers.slime.tree import TreeReader, build
-
-# Digests cover the bytes of a pool; what was written under one by somebody else may still be no tree.
-_NOT_AS_WRITTEN = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
 
 def samples_of(group: Group, cls: Any = None) -> list[Any]:
@@ -36,7 +33,7 @@ def samples_of(group: Group, cls: Any = None) -> list[Any]:
     for index in sorted({*by_index, *range(group.prompt.samples)}):
         try:
             place, sample = _decode_sample(by_index.get(index, Sample(index)), template, kind)
-        except _NOT_AS_WRITTEN as error:
+        except NOT_AS_WRITTEN as error:
             raise Damaged(
                 f"task {group.task_id}: what is stored of sample {index} cannot be read as {kind.__name__}: {error!r}"
             ) from error

@@ -21,6 +21,9 @@ T = TypeVar("T")
 MARK, VERSION = b"strawq.slime", b"\x01"
 MAGIC = MARK + VERSION
 
+# Digests cover the bytes of a pool; what was written under one by somebody else may still be no tree.
+NOT_AS_WRITTEN = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+
 
 class Head(msgspec.Struct, array_like=True):
     """Payload of a prompt: fields of the first sample, and the index of the group's first sample."""

@@ -1,8 +1,10 @@
 """Hooks and generate functions of slime users, on samples that came from a slime data source."""
 
 import asyncio
+import sys
 from importlib import import_module
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from strawq import Sample as Stored
 from strawq.samples import Group
 from strawq_workers.agents import generate
 from strawq_workers.slime import Sample, prompt_of, samples_of
+from strawq_workers.slime.payload import MAGIC
 from strawq_workers.worker.hooks import Hooks
 from strawq_workers.worker.options import WorkerOptions
 from strawq_workers.worker.views import HookFailed
@@ -80,3 +83,28 @@ async def test_a_reward_that_fails_leaves_no_other_one_running():
     with pytest.raises(HookFailed, match="no idea"):
         await hooks.score(Group("1-0", Prompt(tokens=[1]), samples))
     assert import_module(HERE)._over == [1]  # as the hook sees it
+
+
+def scored(args, sample):
+    return 1.0
+
+
+NOT_READ = [
+    ([99], "newer version"),
+    ([6, "Status", "unheard of"], "cannot be read"),
+    ([7, "Nobody"], "cannot be read"),
+    ([5, "float32", [3], bytes(12)], "only torch reads: install it here"),
+]
+"""Fields that somebody else has written, or that need a library which only the trainer's host has."""
+
+
+async def test_a_prompt_that_cannot_be_read_here_fails_alone(stage_of, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    payloads = [MAGIC + msgspec.msgpack.encode([{"flavour": node}, 0, {}]) for node, _ in NOT_READ]
+    async with stage_of() as stage:
+        stage.queue.submit([Prompt(group_id=f"{at}", text="?", payload=payload) for at, payload in enumerate(payloads)])
+        stage.submit(1)
+        summary = await stage.run(reward=f"{HERE}:scored", refusals_max=1000)
+        assert summary.reason == "sealed" and summary.counters.groups_accepted == 1
+        for (_, words), task in zip(NOT_READ, stage.queue.dead_letters(), strict=True):
+            assert words in task.reason
