@@ -44,6 +44,7 @@ class HookFailed(StrawqError):
     """A hook raised, or answered what it may not. The attempt fails with this message."""
 
     kind = "hook_failed"
+    exit_code = 2  # it is the user's code that is to be mended, and no fault of strawq
 
 
 class Status(str, enum.Enum):

@@ -254,5 +254,6 @@ ERRORS = (ValueError("no"), StopIteration(1), SystemExit(3), KeyboardInterrupt()
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_the_boundary_lets_nothing_through(error):
     words = f"reward hook answered 7, which cannot be taken: {type(error).__name__}"
-    with pytest.raises(HookFailed, match=words), taking("reward hook", 7):
+    with pytest.raises(HookFailed, match=words) as failed, taking("reward hook", 7):
         raise error
+    assert failed.value.exit_code == 2, "1 is a fault of strawq"
