@@ -63,7 +63,8 @@ def begin_stale_anew(source: MemorySource, place: Place) -> None:
             log.info(
                 "group %s is dropped as stale at policy version %s, and starts anew", entry.key, source.policy_version
             )
-            source.begin_anew(entry, list(start_anew(place.counters, samples).values()))
+            unbegun = {index: given for index, given in entry.given.items() if not len(given.tokens)}
+            source.begin_anew(entry, list(start_anew(place.counters, samples, unbegun).values()))
             place.changed.set()
 
 

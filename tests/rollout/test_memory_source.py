@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -12,8 +13,10 @@ from scene import ListSource, indices
 from strawq.model import VersionSpan
 from strawq.samples import Sample
 from strawq.work import Change
+from strawq_workers.rollout.aging import begin_stale_anew
 from strawq_workers.slime import codec
 from strawq_workers.worker.memory import MemorySource
+from strawq_workers.worker.metrics import Counters
 
 
 def grown(work, tokens, status="aborted"):
@@ -185,4 +188,31 @@ async def test_a_hook_sees_what_a_sample_of_its_own_came_with():
     (work,) = await leased(source, 1)
     seen = codec.samples_of(work.group, None)
     assert [sample.hint for sample in seen] == [f"hint {sample.index}" for sample in seen]
+    await source.close()
+
+
+async def test_a_complete_group_that_got_too_old_keeps_what_its_samples_came_with():
+    data = ListSource(2)
+    give = data.get_samples
+
+    def get_samples(count):
+        groups = give(count)
+        for sample in (sample for group in groups for sample in group):
+            sample.metadata = {"hard": sample.index}
+        return groups
+
+    data.get_samples = get_samples
+    source = MemorySource(data, codec)
+    (work,) = await leased(source, 1)
+    await source.report([Change(work, "complete", grown(work, 2, "completed"))])
+    source.policy_version = "9"
+    options = SimpleNamespace(max_staleness=1, staleness_policy="drop", stale_drops_max=3)
+    place = SimpleNamespace(options=options, counters=Counters(), changed=asyncio.Event())
+    begin_stale_anew(source, place)
+    assert source.ready == 0 and place.counters.stale_drops == 1
+    (again,) = await leased(source, 1)
+    assert again.task == work.task and not any(len(sample.tokens) for sample in again.group.samples)
+    assert [sample.metadata["hard"] for sample in codec.samples_of(again.group, None)] == [
+        sample.index for sample in codec.samples_of(again.group, None)
+    ]
     await source.close()
