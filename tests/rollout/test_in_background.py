@@ -169,9 +169,12 @@ def test_weights_change_while_generation_stands_still_and_prefixes_go_on_under_t
         looks = calls_of(source, "look", 5, running(source).worker.watcher.look_now)
         assert all(around.pause is not None for around in looks) and engine.generated() == made
         engine.pace(None)
-    out = generate_rollout_fully_async(args, 1, source.data)
-    versions = [set(sample.weight_versions) for group in out.samples for sample in group]
-    assert {"1", "2"} in versions and out.metrics["rollout/staleness/max"] == 1
+    versions = []
+    for rollout_id in range(1, 6):  # groups that were complete before come first, and are at most eight
+        out = generate_rollout_fully_async(args, rollout_id, source.data)
+        assert out.metrics["rollout/staleness/max"] <= 1
+        versions += [set(sample.weight_versions) for group in out.samples for sample in group]
+    assert {"1", "2"} in versions
 
 
 def test_an_engine_that_is_gone_is_an_error_of_the_call_and_the_next_call_begins_anew(source_of, engine):
