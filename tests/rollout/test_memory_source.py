@@ -171,20 +171,24 @@ async def test_only_what_was_begun_where_that_is_asked_for():
     await source.close()
 
 
-async def test_a_hook_sees_what_a_sample_of_its_own_came_with():
-    """Also where it has not begun, and where its group differs from sample to sample."""
+def source_with(own):
+    """A data source whose samples have these attributes of their own."""
     data = ListSource(2)
     give = data.get_samples
 
     def get_samples(count):
         groups = give(count)
-        for group in groups:
-            for sample in group:
-                sample.hint = f"hint {sample.index}"
+        for sample in (sample for group in groups for sample in group):
+            vars(sample).update(own(sample))
         return groups
 
     data.get_samples = get_samples
-    source = MemorySource(data, codec)
+    return data
+
+
+async def test_a_hook_sees_what_a_sample_of_its_own_came_with():
+    """Also where it has not begun, and where its group differs from sample to sample."""
+    source = MemorySource(source_with(lambda sample: {"hint": f"hint {sample.index}"}), codec)
     (work,) = await leased(source, 1)
     seen = codec.samples_of(work.group, None)
     assert [sample.hint for sample in seen] == [f"hint {sample.index}" for sample in seen]
@@ -192,17 +196,7 @@ async def test_a_hook_sees_what_a_sample_of_its_own_came_with():
 
 
 async def test_a_complete_group_that_got_too_old_keeps_what_its_samples_came_with():
-    data = ListSource(2)
-    give = data.get_samples
-
-    def get_samples(count):
-        groups = give(count)
-        for sample in (sample for group in groups for sample in group):
-            sample.metadata = {"hard": sample.index}
-        return groups
-
-    data.get_samples = get_samples
-    source = MemorySource(data, codec)
+    source = MemorySource(source_with(lambda sample: {"metadata": {"hard": sample.index}}), codec)
     (work,) = await leased(source, 1)
     await source.report([Change(work, "complete", grown(work, 2, "completed"))])
     source.policy_version = "9"
