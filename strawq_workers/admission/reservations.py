@@ -121,7 +121,7 @@ class Admission:
             room = self.limits.groups - len(self._holds)
         else:
             room = (self.limits.samples - self._held_samples) // self.limits.group_size
-        return max(0, min(room, self._window_room(room) + self._begun))
+        return max(0, min(room, max(0, self._window_room(room)) + self._begun))
 
     def begun_only(self) -> int:
         """How many groups that were begun wait and are to be leased before any fresh one. The window has room for them:
@@ -132,7 +132,7 @@ class Admission:
         """Samples that may be reserved now; with group-level admission, those of the free groups."""
         if self.limits.samples is None:
             return self.free_groups() * self.limits.group_size
-        if self._paused or self._window_room(1) + self._begun < 1:
+        if self._paused or max(0, self._window_room(1)) + self._begun < 1:
             return 0
         return max(0, self.limits.samples - self._held_samples)
 
@@ -210,7 +210,7 @@ class Admission:
     def _denial(self, wanted: int, waited: bool) -> DenialReason | None:
         if self._paused:
             return "paused"
-        if self._window_room(1) + waited < 1:
+        if not waited and self._window_room(1) < 1:
             return "backpressure"
         if self.limits.samples is None:
             return "no_free_group" if len(self._holds) >= self.limits.groups else None

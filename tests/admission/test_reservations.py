@@ -363,6 +363,15 @@ def test_a_full_window_has_room_for_what_was_begun_and_a_trainer_may_wait_for() 
     assert (gate.free_groups(), gate.begun_only()) == (2, 0)
 
 
+def test_what_was_begun_is_let_in_even_where_the_window_is_exceeded_already() -> None:
+    """A dead letter that is retried comes back when others have filled its room."""
+    gate = Admission(Limits(groups=4, group_size=2, window_groups=9))
+    gate.observe(9, 0, 1)
+    assert (gate.free_groups(), gate.begun_only(), gate.free_samples()) == (1, 1, 2)
+    assert gate.reserve("old#2", range(2), begun=True).granted
+    assert gate.free_groups() == 0 and gate.reserve("new#1", range(2)).reason == "backpressure"
+
+
 def test_slots_bound_what_was_begun_too() -> None:
     gate = Admission(Limits(groups=2, group_size=2, window_groups=9))
     gate.observe(0, 0, 5)
