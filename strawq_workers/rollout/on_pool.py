@@ -17,14 +17,13 @@ import msgspec
 from strawq.errors import BadInput, EngineUnavailable, TryAgain
 from strawq.pool import Pool
 from strawq_workers.admission.slots import total_slots
-from strawq_workers.asking import publish_if_newer
 from strawq_workers.rates import Rates, summed
 from strawq_workers.rollout.failures import Failures
 from strawq_workers.rollout.local_workers import LocalWorkers
 from strawq_workers.rollout.selection import refuse_all_samples_hook, select
 from strawq_workers.rollout.settings import StrawSource, batch_size, config_of, local_workers, options_of, worker_wait_s
 from strawq_workers.rollout.station import Station
-from strawq_workers.rollout.synchronous import served_version
+from strawq_workers.rollout.synchronous import engines_of
 from strawq_workers.slime.lineage import require_line
 from strawq_workers.stale_groups import AgeLimit
 from strawq_workers.worker.freshness import age_limit
@@ -77,18 +76,14 @@ class OnPool:
         return select(args, samples, self._station.data_source), metrics
 
     async def _learn(self, stop: asyncio.Event) -> None:
-        """Tell the pool which weights the engines have: a trainer that updates them may not know of it, and ages count
-        from there."""
         try:
-            served = await served_version(await self._station.fleet(self._options, stop))
+            await engines_of(self._station, self._options, self._straw, stop)
         except EngineUnavailable as error:
             # Workers elsewhere may reach them all the same, and waiting each time would hold the trainer up.
             self._asks_engines = False
             log.warning(
                 "which weights the engines have is not asked any more, they cannot be reached from here: %s", error
             )
-        else:
-            await asyncio.to_thread(publish_if_newer, self._straw.pool, served, self._straw.branch)
 
     def _wait_for(self, rollout_id: int, count: int, wait_s: float) -> list[list[Any]]:
         seen = said = time.monotonic()

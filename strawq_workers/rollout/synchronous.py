@@ -89,20 +89,14 @@ def from_pool(args: Any, rollout_id: int, station: Station, straw: StrawSource) 
     metrics: dict[str, float] = {}
     limit = age_limit(options)
 
-    async def learn(stop: asyncio.Event) -> Fleet:
-        """A trainer that updates engines may not know of the pool."""
-        fleet = await station.fleet(options, stop)
-        await asyncio.to_thread(publish_if_newer, straw.pool, await served_version(fleet), straw.branch)
-        return fleet
-
     if limit.max_staleness >= 0:
-        station.loop.call(learn)
+        station.loop.call(lambda stop: engines_of(station, options, straw, stop))
     samples = collected(straw, rollout_id, count, limit)
     if samples is None:
         ready = straw.pool.queue(straw.queue_name).counts().ready
 
         async def work(stop: asyncio.Event) -> dict[str, float]:
-            fleet = await learn(stop)
+            fleet = await engines_of(station, options, straw, stop)
             source = await asyncio.to_thread(FilledSource, straw, options.io_concurrency)
             plan = RolloutPlan(max(1, count - ready), max_surplus=surplus(args))
             try:
@@ -187,6 +181,14 @@ async def generate(
     if plan.missing:
         log.warning("%s", intake.last.reason or f"the rollout ended ({summary.reason}) with {plan.kept_count} groups")
     return {**plan.metrics(), **rollout_metrics(station.account, plan.missing, summary, rates)}
+
+
+async def engines_of(station: Station, options: WorkerOptions, straw: StrawSource, stop: asyncio.Event) -> Fleet:
+    """The engines; the pool knows afterwards which weights they have. A trainer that updates them may not know of it,
+    and ages count from there."""
+    fleet = await station.fleet(options, stop)
+    await asyncio.to_thread(publish_if_newer, straw.pool, await served_version(fleet), straw.branch)
+    return fleet
 
 
 async def served_version(fleet: Fleet) -> str:
