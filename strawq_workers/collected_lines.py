@@ -27,10 +27,9 @@ from strawq.handles import Batch, Held
 from strawq.pool import Pool
 from strawq.samples import Group
 from strawq.standard_output import write_stdout
-from strawq_workers.admission.staleness import Policy
+from strawq_workers.admission.staleness import STALE_DROPS_MAX, Policy
 from strawq_workers.collector import Collector
 from strawq_workers.durable import sync_directory
-from strawq_workers.stale_groups import STALE_DROPS_MAX
 
 log = logging.getLogger("strawq.collect")
 

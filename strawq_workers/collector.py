@@ -18,11 +18,11 @@ from strawq.errors import BadInput, TryAgain
 from strawq.handles import Batch, Held, Taken
 from strawq.pool import Pool
 from strawq.samples import Group
-from strawq_workers.admission.staleness import Policy
+from strawq_workers.admission.staleness import STALE_DROPS_MAX, Policy
 from strawq_workers.age_gate import AgeGate
 from strawq_workers.asking import sure
 from strawq_workers.rates import Rates, summed
-from strawq_workers.stale_groups import STALE_DROPS_MAX, AgeLimit, staleness_metrics
+from strawq_workers.stale_groups import AgeLimit, staleness_metrics
 
 log = logging.getLogger("strawq.collector")
 

@@ -15,11 +15,17 @@ import msgspec
 from strawq.errors import BadInput
 from strawq.model import UNVERSIONED, policy_number
 from strawq.samples import Group, Sample, oldest_version, without_response
-from strawq_workers.admission.staleness import Candidate, Policy, StalenessBudget, Verdict, staleness_of
+from strawq_workers.admission.staleness import (
+    STALE_DROPS_MAX,
+    Candidate,
+    Policy,
+    StalenessBudget,
+    Verdict,
+    staleness_of,
+)
 
 STALE_DROPS = "stale_drops"
 """Key of `Sample.metadata` of a group's first sample: how often its tokens were dropped as stale."""
-STALE_DROPS_MAX = 3
 
 
 class AgeLimit(msgspec.Struct, frozen=True):

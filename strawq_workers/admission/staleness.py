@@ -31,6 +31,9 @@ from strawq.errors import BadInput
 Policy = Literal["admit", "oldest_first", "drop"]
 Verdict = Literal["take", "drop", "late"]
 
+STALE_DROPS_MAX = 3
+"""So often a prompt is dropped as stale, where nobody says otherwise."""
+
 
 class Candidate(msgspec.Struct, frozen=True):
     """A group that is ready, or not yet. `oldest_version`: least policy version of its tokens (for a group without
@@ -80,7 +83,7 @@ class StalenessBudget:
         policy: Policy,
         *,
         batch_groups: int,
-        max_drops_per_prompt: int = 3,
+        max_drops_per_prompt: int = STALE_DROPS_MAX,
         drops: Mapping[str, int] | None = None,
     ) -> None:
         """`max_staleness`: versions, None for no budget (order only). `batch_groups`: groups of one training batch,

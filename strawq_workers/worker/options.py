@@ -13,12 +13,12 @@ import msgspec
 
 from strawq.errors import BadInput
 from strawq.limits import LEASE_SECONDS
+from strawq_workers.admission.staleness import STALE_DROPS_MAX, Policy
 from strawq_workers.sglang.options import EngineOptions
 from strawq_workers.sglang.wire import Sampling
 
 PausePolicy = Literal["abort", "drain", "in_place"]
 ChangedSampling = Literal["refuse", "mark"]
-StalenessPolicy = Literal["admit", "oldest_first", "drop"]
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,9 +108,9 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     save_seconds: float = 60.0
 
     max_staleness: int = -1
-    staleness_policy: StalenessPolicy = "admit"
+    staleness_policy: Policy = "admit"
     batch_groups: int = 0
-    stale_drops_max: int = 3
+    stale_drops_max: int = STALE_DROPS_MAX
     version_wait_s: float = 60.0
 
     generate: str = ""
